@@ -112,7 +112,7 @@ class JobBuilder:
         return self
 
     def manifest(self) -> dict[str, Any]:
-        """What the API server would store."""
+        """Return the object as the API server would store it."""
         made = {"apiVersion": API_VERSION, "kind": "TrainingJob", "metadata": self._metadata, "spec": self._spec}
         return made | ({"status": self._status.manifest()} if self._status is not None else {})
 
@@ -139,7 +139,7 @@ class PoolBuilder:
         return self
 
     def manifest(self) -> dict[str, Any]:
-        """What the API server would store."""
+        """Return the object as the API server would store it."""
         return {"apiVersion": API_VERSION, "kind": "TrainingPool", "metadata": self._metadata, "spec": self._spec}
 
     def build(self) -> TrainingPool:

@@ -24,7 +24,7 @@ def row() -> Interval:
     from everstep.pipeline.engine.options import EngineOptions
     from everstep.pipeline.graph import Stage, make_chain_graph
     from everstep.pipeline.schedules import lower_schedule, make_schedule
-    from everstep.pipeline.transport.inprocess import Fabric, InProcess
+    from tests.pipeline.inprocess import Fabric, InProcess
 
     torch.set_num_threads(1)
     graph = make_chain_graph([Stage()] * 2, 4)

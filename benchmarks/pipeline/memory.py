@@ -32,7 +32,7 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
 def row(work: ChainWork) -> Interval:
     from everstep.pipeline.graph import Stage, make_chain_graph
     from everstep.pipeline.schedules import compute_peak_memory
-    from everstep.pipeline.transport.inprocess import Fabric, InProcess
+    from tests.pipeline.inprocess import Fabric, InProcess
 
     batch = work.batch()
     each, casts = _of_one(work)

@@ -45,7 +45,7 @@ def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
     from everstep.pipeline.engine.engine import Engine
     from everstep.pipeline.engine.options import EngineOptions
     from everstep.pipeline.frontend.split import split_model
-    from everstep.pipeline.prepare import ProcessPosition, look_into, make_plan
+    from everstep.pipeline.prepare import ProcessPosition, ProfileRequest, look_into, make_plan
     from everstep.pipeline.transport.control import Control
     from everstep.pipeline.transport.gloo import ProcessGroups
     from everstep.pipeline.transport.grid import make_grid
@@ -63,7 +63,7 @@ def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
     for configuration, variant in _configurations():
         # Measured anew for each: a machine that others use too is not as fast a minute later.
         known = targets[: MICROBATCHES[0] * case.samples]
-        made = variant(make_plan(model, found, example, wish, place, loss=case.loss, targets=known))
+        made = variant(make_plan(model, found, example, wish, place, ProfileRequest(loss=case.loss, targets=known)))
         parts = split_model(found, made.stage_of)
         actions = made.prove()
         own = {index: parts[index] for index in actions.stages_of(rank)}

@@ -1,4 +1,4 @@
-"""What is learned: the sources of Python's own standard library, as characters."""
+"""The training data: the sources of Python's own standard library, as characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two ways to train share: the hyperparameters, scikit-learn's digits, the model and the training loop.
+"""Shared parts of both training scripts: the hyperparameters, scikit-learn's digits, the model and the training loop.
 
 Nothing here knows how gradients are averaged: `train.py` and `train_horovod.py` bring that along.
 """

@@ -130,7 +130,7 @@ async def gang(folder: Path, nodes: int, **fields: Any) -> AsyncIterator[list[Ag
 
 
 def introduce(leader: Agent, agents: list[Agent]) -> None:
-    """What the operator's table does."""
+    """Give the leader the addresses of all agents, as the operator's address table does."""
     assert leader.leader is not None
     assert leader.leading is not None
     leader.leader.update_addresses(asyncio.get_running_loop().time(), {a.config.index: a.address for a in agents})

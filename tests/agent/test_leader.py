@@ -1,4 +1,4 @@
-"""What the leader decides, one promise at a time."""
+"""The leader's decisions, one promise in each test."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Node:
         return result
 
     async def exits(self, count: int) -> list[Event]:
-        """Of the newest generation, once there are so many."""
+        """Wait for `count` exits of the newest generation, and return them."""
 
         def ended() -> list[Event]:
             return [e for e in self.all("RankExited") if e["generation"] == self.generation]

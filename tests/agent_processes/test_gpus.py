@@ -28,7 +28,7 @@ WELL = [{**A, "problem": ""}, {"uuid": "GPU-b", "name": "H100", "problem": ""}]
 
 
 class Driver:
-    """What the fake library reads: its devices, from one question to the next."""
+    """The file from which the fake library reads its devices at every call."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "nvml.json"

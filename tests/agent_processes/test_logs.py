@@ -56,7 +56,7 @@ async def test_a_long_line_is_split_and_the_tail_is_bounded(tmp_path: Path) -> N
 
 
 async def test_a_line_that_takes_long_is_one_line_and_a_progress_bar_is_shown(tmp_path: Path) -> None:
-    """Of a line without an end, the last state is shown once it rests; one that goes on is left whole."""
+    """A line without an end is shown in its last state once nothing more is written; one that goes on is kept whole."""
     script = (
         "import sys, time\n"
         "for i in range(25): sys.stdout.write('x'); sys.stdout.flush(); time.sleep(0.1)\n"

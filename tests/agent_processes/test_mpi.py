@@ -66,7 +66,7 @@ async def job(
 
 
 async def relay(members: list[Node]) -> None:
-    """What the coordination does: `spawn` to a node, its output and exit back to the leader."""
+    """Relay `spawn` to its node, and the daemon's output and exit back to the leader, as the coordination does."""
     seen = [0] * len(members)
     while True:
         for index, node in enumerate(members):

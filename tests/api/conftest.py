@@ -24,7 +24,7 @@ NAMESPACE = "default"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the API server said about a manifest."""
+    """The API server's answer to a manifest."""
 
     accepted: bool
     message: str

@@ -1,4 +1,4 @@
-"""What is generated is up to date, structural, and small enough for plain `kubectl apply`."""
+"""Generated files are up to date, structural, and small enough for plain `kubectl apply`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real API server makes of our resources beyond validation: columns, selectors, the status subresource."""
+"""Our resources in a real API server, beyond validation: columns, selectors, the status subresource."""
 
 from __future__ import annotations
 

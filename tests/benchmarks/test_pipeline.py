@@ -1,4 +1,4 @@
-"""What the benchmarks of pipelines measure with."""
+"""The measuring tools of the pipeline benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import measure
 from benchmarks.pipeline import memory
 from benchmarks.pipeline.__main__ import KINDS
 from benchmarks.pipeline.chain import CHUNKS, ChainWork, engine
-from everstep.pipeline.transport.inprocess import Fabric, InProcess
+from tests.pipeline.inprocess import Fabric, InProcess
 
 pytestmark = pytest.mark.torch
 

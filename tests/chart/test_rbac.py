@@ -26,7 +26,7 @@ def rights(rules: Iterable[dict[str, Any]]) -> Iterator[Right]:
 
 
 def granted(objects: list[dict[str, Any]]) -> dict[str, set[Right]]:
-    """Where the operator's account holds which rights; the key of cluster-wide ones is "*"."""
+    """Return the rights of the operator's account by namespace; the key of cluster-wide ones is "*"."""
     account = next(each for each in objects if each["kind"] == "ServiceAccount")["metadata"]["name"]
     roles = {
         (each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]): each["rules"]

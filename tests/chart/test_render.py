@@ -1,4 +1,4 @@
-"""What the chart installs: a restricted operator, CRDs that outlive it, nothing that was not asked for."""
+"""The chart installs a restricted operator, CRDs that outlive it, and nothing that was not asked for."""
 
 from __future__ import annotations
 

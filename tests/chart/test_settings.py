@@ -1,4 +1,4 @@
-"""What the chart hands to the operator is what the operator reads."""
+"""The operator reads every setting that the chart passes to it."""
 
 from __future__ import annotations
 

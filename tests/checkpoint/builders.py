@@ -74,13 +74,13 @@ class Training:
         return bytes(body), Manifest(key, self.world, 1, "model", self.checksum, 1.5, (part,), described, values)
 
     def write(self, store: Store, key: Key, rank: int) -> None:
-        """What a node does in a save."""
+        """Store and announce the part of a rank, as its node does in a save."""
         data, manifest = self.part(key, rank)
         store.put(key.part_name(rank), pieces(data), len(data))
         commit.announce_node(store, rank, manifest)
 
     def commit(self, store: Store, key: Key, *, fenced: Callable[[], str | None] = lambda: None) -> Manifest:
-        """What node 0 does when all have written."""
+        """Commit as node 0 does when all nodes have written, and return the committed manifest."""
         commit.commit_checkpoint(store, key, self.world, fenced=fenced, timeout=0.0)
         return read_manifest(store, key)
 
@@ -156,7 +156,7 @@ def _random(key: Key, what: str, size: int) -> bytes:
 
 
 def node_manifest(rank: int, shards: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> Manifest:
-    """What a node says that has only these (offsets, sizes) of the tensor `w`."""
+    """Return the manifest of a node that has only these (offsets, sizes) of the tensor `w`."""
     _, manifest = Training(world=2, rows=128).part(key(), rank)
     boxes = []
     for offsets, sizes in shards:

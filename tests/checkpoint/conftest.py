@@ -25,7 +25,7 @@ from tests.checkpoint.writers import Site
 
 @pytest.fixture(scope="session")
 def mark() -> Iterator[str]:
-    """What processes of these tests have in their environment: none of them is left in the end."""
+    """Return the mark in the environment of these tests' processes, and check that none of them is left in the end."""
     mark = uuid.uuid4().hex
     with leftovers.shared_memory():
         yield mark
@@ -34,7 +34,7 @@ def mark() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests start beside them, such as an API server that goes on for all, has no mark."""
+    """Mark the processes that a test starts; those of other tests, such as a shared API server, have no mark."""
     monkeypatch.setenv(leftovers.MARK, mark)
 
 
@@ -67,7 +67,7 @@ def proxy(s3: S3Server) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where stores and memory of a session are; writers that still run there are ended."""
+    """Return a folder for stores and memory of a session, and end the writers that still run there afterwards."""
     yield tmp_path
     for directory in tmp_path.glob("*memory*"):
         with suppress(OSError):

@@ -57,7 +57,7 @@ def points(count: int) -> list[Point]:
 
 
 def node_task(store: PosixStore, training: Training, key: Key, node: int) -> None:
-    """What the process of one node does; that of node 0 commits too."""
+    """Save as the process of one node does; that of node 0 commits too."""
     training.write(store, key, node)
     if node == 0:
         training.commit(store, key)
@@ -124,7 +124,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Where processes of tests come from."""
+    """Return the context that starts the processes of tests."""
     # Not fork: the test's process has threads. The server has imported everything, so a process takes milliseconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.checkpoint.processes", "xxhash"])

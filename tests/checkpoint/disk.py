@@ -77,7 +77,7 @@ Atom = tuple[Any, ...]  # (_Folder, change), or (_File, write, piece); piece -1 
 
 
 class Disk:
-    """What programs see after some calls, and what may be left of it when the power goes."""
+    """A disk after a number of calls: the state that programs see, and the states that a power loss may leave."""
 
     def __init__(self, pieces: int = 2) -> None:
         self._root = _Folder()
@@ -112,7 +112,7 @@ class Disk:
                 folder.changes.append(((last, None),))
 
     def atoms(self) -> list[Atom]:
-        """What was not synced, in the order in which a folder or file was changed."""
+        """Return the changes that were not synced, in the order in which a folder or file was changed."""
         found: list[Atom] = []
         seen: set[int] = set()
 

@@ -16,7 +16,7 @@ from typing import cast
 
 
 class Fault(Enum):
-    """What happens to a request instead of a plain answer."""
+    """A fault of the server: a request has this result instead of a plain answer."""
 
     ERROR = "500, not executed"
     SLOW_DOWN = "503 SlowDown, not executed"

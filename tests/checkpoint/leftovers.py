@@ -1,4 +1,4 @@
-"""What a session of tests must not leave behind: processes, and files in shared memory."""
+"""Leftovers of a session of tests that must not exist: processes, and files in shared memory."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Node:
         link.call("hello", PATIENCE, protocol=control.PROTOCOL, local=local, config=vars(self.config))
 
     def take(self, key: Key, locals_: Sequence[int] | None = None) -> None:
-        """What these ranks (by default all) do in a save, up to their word to the writer. WriterLost."""
+        """Save as these ranks (by default all) do, until the writer is told that the slot is filled. WriterLost."""
         links = {local: self.links[local] for local in (range(len(self.ranks)) if locals_ is None else locals_)}
         for link in links.values():
             link.call("reserve", PATIENCE, sizes=self.sizes, kept=[])
@@ -181,7 +181,7 @@ def _write(answer: Callable[[Any], None], memory: Path, folder: Path, point: Poi
 def fill_as_rank(
     answer: Callable[[Any], None], node: Node, folder: Path, local: int, key: Key, point: Point | None
 ) -> None:
-    """What one rank does in a save, until its word to the writer; for a Process."""
+    """Save as one rank does, until the writer is told that the slot is filled; for a Process."""
     calls = Calls(folder, point)
     link = WriterLink.connect(node.memory)
     node.hello(link, local)

@@ -43,7 +43,7 @@ Work = Callable[..., Any]
 
 
 class RankFailed(AssertionError):
-    """What a rank raised, with its own trace."""
+    """An error that a rank raised, with its own trace."""
 
 
 def run(world: int, work: Work, *args: Any, timeout: float = 100.0, dies: Sequence[int] = ()) -> list[Any]:
@@ -183,5 +183,5 @@ def restore(
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dictionaries of tensors are equal bit for bit."""
+    """Tell whether two dictionaries of tensors are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

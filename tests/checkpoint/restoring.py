@@ -96,7 +96,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def weight_at(store: Path, key: Key) -> int:
-    """Where the model's weight begins in the part of rank 0; the generators' bytes lie there too."""
+    """Return where the model's weight begins in the part of rank 0; the generators' bytes are in that part too."""
     [shard] = read_manifest(PosixStore(store), key).tensors["model.weight"].shards
     return shard.chunks[0].offset
 

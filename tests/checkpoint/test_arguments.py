@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a session is said when it is made, with the argument and what is allowed."""
+"""A session with wrong arguments is rejected when it is made, with the argument and the allowed values."""
 
 from __future__ import annotations
 

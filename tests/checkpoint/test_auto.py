@@ -1,4 +1,4 @@
-"""When a save is due."""
+"""The times at which a save is due."""
 
 from __future__ import annotations
 

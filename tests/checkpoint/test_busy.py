@@ -1,4 +1,4 @@
-"""Who calls a session from within one of its own calls is told at once, and training goes on."""
+"""A call of a session from within one of its own calls fails at once, and training goes on."""
 
 from __future__ import annotations
 

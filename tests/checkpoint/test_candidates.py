@@ -1,4 +1,4 @@
-"""What is chosen is the greatest that is good; names, dates and hints prove nothing."""
+"""The newest verified checkpoint is chosen; names, dates and hints prove nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training does to its objects between two saves is in the second; a plan that does not fit is found out."""
+"""Changes of objects between two saves are in the second save; a plan that no longer fits is detected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 class Run:
-    """What a script holds: a model, an optimizer that has not made its state yet, and a nested value."""
+    """The objects of a script: a model, an optimizer that has not made its state yet, and a nested value."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)

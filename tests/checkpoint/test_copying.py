@@ -89,7 +89,7 @@ def copies(answer: Callable[[Any], None], source: Path, target: Path, point: Poi
 
 
 def whole(target: Path) -> bool:
-    """Whether a checkpoint is there; all of its data is, then."""
+    """Tell whether there is a checkpoint, and verify the data of each one."""
     store = open_store(target)
     for each in list_candidates(store):
         verify_checkpoint(store, each)

@@ -121,7 +121,7 @@ KINDS = {
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_no_call_of_a_save_goes_past_the_seam(folder: Path) -> None:
-    """What the kernel saw is what the seam recorded: no mutating call was left out of the tests above."""
+    """The seam recorded each mutating call that the kernel saw: none was left out of the tests above."""
     mine, theirs = folder / "mine", folder / "theirs"
     for node in (1, 0):
         recorded = Counter(count_calls(mine, node_task, SMALL, key(20), node))

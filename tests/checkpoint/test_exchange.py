@@ -338,7 +338,7 @@ def decayed(names_given: bool = False) -> tuple[Any, Any, list[str]]:
 
 
 def is_imported(store: Path, model: Any, optimizer: Any) -> bool:
-    """Whether each parameter of a model has the state in a store that it has in its own optimizer."""
+    """Tell whether each parameter of a model has the same state in a store as in its own optimizer."""
     loaded = everstep.load(store)["optimizer"]
     return all(
         torch.equal(loaded["state"][name]["exp_avg"], optimizer.state[param]["exp_avg"])

@@ -1,4 +1,4 @@
-"""Where the memory for checkpoints is full, the message names it, what is left there, and what makes it more."""
+"""If the memory for checkpoints is full, the message names it, its free space, and the ways to enlarge it."""
 
 from __future__ import annotations
 

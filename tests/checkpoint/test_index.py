@@ -268,7 +268,7 @@ def test_values_of_one_rank_are_not_in_the_index(store: Store) -> None:
 
 
 def test_a_torn_node_manifest_of_an_earlier_try_is_written_anew(store: Store) -> None:
-    """Where a power loss has left half of it under its name."""
+    """A power loss may leave half of a manifest under its name."""
     training = Training(world=1)
     data, manifest = training.part(key(), 0)
     (share,) = announced(0, manifest).nodes

@@ -1,4 +1,4 @@
-"""What comes after a commit, reading back and retention, takes its time and holds up no save."""
+"""Reading back and retention, which follow a commit, delay no save, however long they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads a checkpoint beside a run holds it; what was removed just before is not called damaged."""
+"""A reader beside a run holds the checkpoint that it reads; one that was just removed is not called damaged."""
 
 from __future__ import annotations
 

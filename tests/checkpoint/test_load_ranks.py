@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_come_is_named_within_a_bounded_time(tmp_path: Path
 
 
 def loads_alone(rank: int, folder: Path) -> list[float]:
-    """What is whole on a rank is loaded by that rank alone, also where others are busy with something else."""
+    """A rank loads values that it has whole without the others, also while those are busy."""
     ranks.save(PosixStore(folder), OLD, {"weights": {"one": torch.ones(3)}})
     weights = {"one": torch.zeros(3)}
     if rank == 1:

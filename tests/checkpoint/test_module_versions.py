@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
 
 
 class Turned(nn.Module):  # type: ignore[misc]
-    """Of version 2; version 1 had twice its weight."""
+    """A module of version 2; version 1 had twice its weight."""
 
     _version = 2
 
@@ -58,7 +58,7 @@ class Hooked(nn.Module):  # type: ignore[misc]
 
 
 class Root(Turned):
-    """Of version 2 itself, with others in it."""
+    """A module of version 2 that contains other modules with versions."""
 
     def __init__(self) -> None:
         super().__init__()

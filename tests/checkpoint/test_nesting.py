@@ -1,4 +1,4 @@
-"""What is told saved reads back, however deep it is nested; what no reader could follow is refused by its name."""
+"""A saved value can be read back, however deep it is nested; one that no reader could follow is rejected by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def nested(kinds: list[str], leaf: Any) -> dict[str, Any]:
 
 
 def bottom(state: Any) -> Any:
-    """What lies at the end, without a call for each level; and how many there were."""
+    """Return the number of levels and the innermost value, without a call for each level."""
     depth = 0
     while isinstance(state, dict | list | tuple):
         inner = list(state.values()) if isinstance(state, dict) else list(state)

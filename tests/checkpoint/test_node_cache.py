@@ -1,4 +1,4 @@
-"""Where a restore puts what it reads, and what becomes of that memory afterwards."""
+"""The memory into which a restore reads, and its later use."""
 
 from __future__ import annotations
 

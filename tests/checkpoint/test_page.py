@@ -165,7 +165,7 @@ def test_it_reads_what_a_training_script_has_saved(quick_path: Path) -> None:
 
 
 def test_the_page_names_every_tag_and_every_field() -> None:
-    """What a reader must know is on the page, also what comes later."""
+    """The page names all that a reader must know, also tags that are added later."""
     page = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoint-format.md").read_text()
     for word in words():
         assert f"`{word}`" in page, word

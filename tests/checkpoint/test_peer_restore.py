@@ -68,7 +68,7 @@ def reachable(store: Path) -> None:
 
 
 def keeps(memory: Path, key: Key) -> bool:
-    """Whether the node with this memory keeps a copy of the other's share."""
+    """Tell whether the node with this memory keeps a copy of the other's share."""
     return key in [manifest.key for _, manifest in peer_copies.open_peer_copies(memory).whole()]
 
 
@@ -111,7 +111,7 @@ def kill_writers(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is left of a run on two nodes that were killed, with their writers; its store cannot be reached."""
+    """Return the folder of a run on two nodes that were killed, with their writers; its store cannot be reached."""
     folder = tmp_path_factory.mktemp("died")
     try:
         ranks.run(2, save_and_die, folder, dies=[0, 1], timeout=120.0)

@@ -1,4 +1,4 @@
-"""Who keeps whose copy: nobody their own, everybody one, and another failure domain wherever there is one."""
+"""Placement of copies: no node keeps its own, every node keeps one, in another failure domain if there is one."""
 
 from __future__ import annotations
 

@@ -355,7 +355,7 @@ def test_a_folder_that_was_removed_a_moment_ago_is_made_again(tmp_path: Path) ->
 
 
 def cached(path: Path) -> bool:
-    """Whether the first page of a file is in memory. Skips where the file system does not say so."""
+    """Tell whether the first page of a file is in memory; skip where the file system does not tell."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.preadv(descriptor, [bytearray(4096)], 0, os.RWF_NOWAIT) == 4096

@@ -79,7 +79,7 @@ def crashes(records: tuple[Record, ...], samples: int, pieces: int) -> Iterator[
 
 
 def broken(folder: Path, training: Training, promises: list[object]) -> str | None:
-    """What of the promises a reader of `folder` misses; None if all is well."""
+    """Return the promise that is broken for a reader of `folder`; None if all are kept."""
     store = PosixStore(folder / STORE)
     loaded = load(store)
     committed = max((each.key for each in promises if isinstance(each, Committed)), default=None)
@@ -125,7 +125,7 @@ def test_power_may_go_at_any_call_of_a_save_of_a_mebibyte(tmp_path: Path) -> Non
 
 
 def synced(record: Record) -> str | None:
-    """What a call makes durable, by a name that is the same in every run."""
+    """Return the name, the same in every run, of what a call makes durable; None if it makes nothing durable."""
     return f"{record[0]} {record[1]}" if record[0] in ("sync", "sync_folder") else None
 
 

@@ -300,7 +300,7 @@ def frozen_at(site: Site, base: Path, point: Point) -> None:
 
 
 def finished(store: Path) -> dict[str, bytes]:
-    """What the frozen writer has no right to: all but its own files, what it retires, and the hint."""
+    """Return the files that the frozen writer may not touch: all but its own, those that it retires, and the hint."""
     own = (NEW.data_prefix, NEW.manifest_name, OLDER.data_prefix, OLDER.manifest_name, HINT)
     return {name: data for name, data in everything(store).items() if not name.startswith(own) and ".new-" not in name}
 

@@ -1,4 +1,4 @@
-"""What is loaded is the newest checkpoint that is good for every rank, or nothing is touched."""
+"""A restore loads the newest checkpoint that is verified on every rank, or changes nothing."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.torch
 
 
 def run(folder: Path, until: int, step: int | None = None, **options: Any) -> tuple[int, int]:
-    """Where a run began, and where the checkpoint stood from which the next one would."""
+    """Return the step at which a run began, and that of the checkpoint from which the next run would begin."""
     model = Model()
     with session(folder, **{"keep_last": 9, "policy": "wait", **options}) as ckpt:
         start = ckpt.restore(step=step, model=model).step

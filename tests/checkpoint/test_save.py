@@ -1,4 +1,4 @@
-"""Who writes what: replicas once and spread, shards where they are, and nothing copied wrong."""
+"""Distribution of a save: replicas once and spread over ranks, shards where they are, and nothing copied wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script sees: saves by steps, time or notice, an end that waits, and errors that do not end training."""
+"""A session as a script sees it: saves by steps, time or notice, an end that waits, errors that do not end training."""
 
 from __future__ import annotations
 

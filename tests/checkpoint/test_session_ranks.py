@@ -1,4 +1,4 @@
-"""What several ranks see together, and what is left of a session when one of them, or its writer, is killed."""
+"""Sessions of several ranks, and what is left of one when a rank, or its writer, is killed."""
 
 from __future__ import annotations
 

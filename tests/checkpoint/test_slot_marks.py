@@ -75,7 +75,7 @@ def test_a_mark_is_believed_of_the_very_files_in_a_directory_of_our_own(site: Si
 
 
 def test_a_slot_that_is_read_cannot_be_claimed(site: Site) -> None:
-    """Who holds it and has seen that it is whole may read it twice."""
+    """A reader that holds a slot and has seen that it is whole may read it twice."""
     _, slot = crashed(site)
     with slot.reading():
         with pytest.raises(CheckpointError, match="is being read"):

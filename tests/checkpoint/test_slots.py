@@ -1,4 +1,4 @@
-"""What a slot is, follows from its files alone; and it is known beforehand whether there is memory for it."""
+"""The state of a slot follows from its files alone; whether there is memory for it is known beforehand."""
 
 from __future__ import annotations
 

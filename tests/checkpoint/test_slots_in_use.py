@@ -1,4 +1,4 @@
-"""Who restores from a node's memory reads it to the end, whatever becomes of the run whose memory it is."""
+"""A restore from a node's memory reads it to the end, whatever becomes of the run whose memory it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What objects are to a checkpoint: names that do not depend on wrappers, and a way back without loss."""
+"""Objects in a checkpoint: their names do not depend on wrappers, and they are restored without loss."""
 
 from __future__ import annotations
 

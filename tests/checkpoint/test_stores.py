@@ -1,4 +1,4 @@
-"""What every store promises, whatever it is made of."""
+"""Promises of every store, of whatever kind."""
 
 from __future__ import annotations
 

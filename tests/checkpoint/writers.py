@@ -54,7 +54,7 @@ class Node:
             link.call("reserve", sizes=SIZES[: len(self.links)], kept=kept)
 
     def copies(self) -> list[Key]:
-        """Of which checkpoints this node keeps a whole copy, newest first."""
+        """Return the keys of the checkpoints of which this node keeps a whole copy, newest first."""
         return [manifest.key for _, manifest in peer_copies.open_peer_copies(self.directory).whole()]
 
     def begin(self, key: Key) -> int:

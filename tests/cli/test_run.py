@@ -85,7 +85,7 @@ class Ran:
 
     @property
     def ranks(self) -> list[dict[str, str]]:
-        """What each rank has told, by rank."""
+        """Return the reports of the ranks, by rank."""
         return sorted(told(self.done.stdout), key=lambda rank: int(rank["RANK"]))
 
 
@@ -226,7 +226,7 @@ def test_nothing_trains_on_when_the_command_itself_is_killed(started: Started, t
 
 
 def until_gone(folder: Path) -> list[str]:
-    """What is left of the processes of a run, after a while."""
+    """Return the processes of a run that are left after a while."""
     deadline = time.monotonic() + 20
     while (left := running(str(folder))) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -49,7 +49,7 @@ def backprop(model: Any, loss: Any) -> None:
 
 
 def steps(rank: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What ranks come to, in several ways to train."""
+    """Return the results of a rank, for several ways to train."""
     from everstep.compat.smdistributed.modelparallel import torch as smp
 
     options = dict(options)

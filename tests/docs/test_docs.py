@@ -122,7 +122,7 @@ def test_a_stalled_job_is_degraded_for_argo_cd() -> None:
 
 
 def judged(status: dict[str, Any], generation: int = 1) -> str:
-    """What the Lua says, run as Argo CD runs it: with the object in `obj`."""
+    """Return the verdict of the Lua script, run as Argo CD runs it: with the object in `obj`."""
     lupa: Any = pytest.importorskip("lupa", reason="no Lua: run with `uv run --with lupa pytest tests/docs`")
     lua = lupa.LuaRuntime()
     conditions = [lua.table_from(each) for each in status.get("conditions", [])]

@@ -1,4 +1,4 @@
-"""What the audit log must say for an index to have had two live pods."""
+"""Two live pods of one index, as the audit log shows them."""
 
 from __future__ import annotations
 

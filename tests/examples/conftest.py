@@ -1,4 +1,4 @@
-"""Where the examples run: in this Python if it has torch, else in the trainer image if that is built."""
+"""Examples run in this Python if it has torch, else in the trainer image if that is built."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Trainer:
     folder: Path
 
     def run(self, *command: str) -> str:
-        """What the command printed; it must succeed."""
+        """Return what the command printed; it must succeed."""
         # The limit ends what runs inside a container too, and before the test's own does.
         command = ("timeout", "750", "env", f"SM_MODEL_DIR={self.output}", "OMP_NUM_THREADS=1", *command)
         if self.image is not None:

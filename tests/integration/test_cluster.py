@@ -1,4 +1,4 @@
-"""What happens around a job: strangers' objects, predecessors, restarts of either side, and nothing at all."""
+"""Events around a job: objects of others, predecessors, restarts of either side, and nothing at all."""
 
 from __future__ import annotations
 

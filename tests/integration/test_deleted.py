@@ -1,4 +1,4 @@
-"""What is deleted stays deleted for the operator, in whatever order a real API server's answers and events come."""
+"""A deleted object stays deleted for the operator, in whatever order a real API server's answers and events come."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ async def partly_placed(world: World, made: Operator) -> dict[str, Any]:
 
 
 async def promise(world: World, pod: dict[str, Any], *, ago: float) -> None:
-    """What Cluster Autoscaler says when it makes a node for a pod; `ago` by the operator's clock."""
+    """Create the event by which Cluster Autoscaler announces a node for a pod; `ago` by the operator's clock."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + LATER - ago))
     about = {"kind": "Pod", "namespace": world.namespace, **{k: pod["metadata"][k] for k in ("name", "uid")}}
     body = {

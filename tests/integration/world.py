@@ -1,4 +1,4 @@
-"""What the tests of this folder stand on: the operator's process, a hand-made kubelet, a leader that speaks 001."""
+"""Fixtures of the tests in this folder: the operator's process, a hand-made kubelet, a leader that speaks 001."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class World:
         await self.client.delete(PODS, self.namespace, meta["name"], uid=meta["uid"], grace=0)
 
     async def finish_deletions(self, job: str) -> None:
-        """What a kubelet does with pods that were asked to leave."""
+        """Remove the pods that are being deleted, as a kubelet does."""
         for pod in await self.pods(job):
             if "deletionTimestamp" in pod["metadata"]:
                 await self.remove(pod)

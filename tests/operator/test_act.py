@@ -1,4 +1,4 @@
-"""What is in the way is never adopted, and the user is told of it."""
+"""An object that is in the way is never adopted, and the user is told of it."""
 
 from __future__ import annotations
 

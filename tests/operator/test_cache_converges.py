@@ -169,8 +169,7 @@ class Convergence(RuleBasedStateMachine):
         assert views == {name: entry[0] for name, entry in self._cached()}
 
     def teardown(self) -> None:
-        """What is on its way comes; then the cache is what the server has. Only where events were lost a list has to
-        come too."""
+        """Deliver all that is on its way, until the cache is what the server has; a list only if events were lost."""
         while self.answers:
             self._answer(0)
         while self.lists:

@@ -1,4 +1,4 @@
-"""Who is in the queue for nodes, as the other jobs see it: the planner's own opinion."""
+"""Other jobs see the same jobs in the queue for nodes as the planner of each job does."""
 
 from __future__ import annotations
 

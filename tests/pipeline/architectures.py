@@ -67,7 +67,7 @@ class ResNet(nn.Module):  # type: ignore[misc]
 
 
 class UNet(nn.Module):  # type: ignore[misc]
-    """What the first layer finds goes to the last: skips over all stages."""
+    """A U-Net: outputs of the first layer go to the last, which makes skips over all stages."""
 
     def __init__(self, width: int = 4, depth: int = 3) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Llama(nn.Module):  # type: ignore[misc]
 
 
 class Experts(nn.Module):  # type: ignore[misc]
-    """Which expert works on which word depends on the data: nobody can look into it without running it."""
+    """A mixture of experts: the data decides which expert works on which word, which no trace can know."""
 
     def __init__(self, width: int, experts: int = 3, chosen: int = 2) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ def cut(model: nn.Module, steps: Sequence[Step], stages: int) -> tuple[list[Part
 
 
 def recipe(name: str, model: nn.Module) -> list[Step]:
-    """How to compute the model of the case `name`, in the order in which values come about."""
+    """Return the steps that compute the model of the case `name`, in the order in which values come about."""
     return RECIPES[name.split("-")[0]](model)
 
 

@@ -88,7 +88,7 @@ def classes(outputs: Any, targets: Any) -> tuple[Any, Any]:
 
 
 def words(outputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Of the words whose target is not IGNORED; the model may give its logits as an attribute."""
+    """Return the summed loss and the number of the words whose target is not IGNORED; logits may be an attribute."""
     logits = getattr(outputs, "logits", outputs)
     total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (targets != IGNORED).sum().to(total.dtype)
@@ -100,7 +100,7 @@ def next_words(outputs: Any, targets: Any) -> tuple[Any, Any]:
 
 
 def balanced(outputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Of a mixture of experts: its words, and 0.01 of the balance of its experts for each of them."""
+    """Return the summed loss of a mixture of experts: that of its words, and 0.01 of the balance for each word."""
     logits, balance = outputs
     total, count = words(logits, targets)
     return total + 0.01 * balance * count, count
@@ -187,5 +187,5 @@ CASES: dict[str, Case] = {
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
-    """Of each parameter once, by its name in the whole model."""
+    """Return the gradient of each parameter once, by its name in the whole model."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -57,7 +57,7 @@ CHANGES = (
 
 
 def _changed(rank: int) -> list[list[str]]:
-    """What is said of each change under each cut; steps in between go on, with what is no such attribute changed."""
+    """Return the messages of each change under each cut; steps in between succeed, with other attributes changed."""
     every = []
     for stage_of in CUTS:
         torch.manual_seed(0)

@@ -17,8 +17,8 @@ from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.graph import Graph, GraphNode
 from everstep.pipeline.profile import measure_graph
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline import front, models
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.training import Setting, batch_of, engine_of
 
 pytestmark = pytest.mark.torch
@@ -27,7 +27,7 @@ CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def saved_copies(engine: Any, batch: Any) -> int:
-    """How many pieces of memory a step keeps for backward that are as large as the weights, in the narrower type."""
+    """Count the pieces of memory, in the narrower type and as large as weights, that a step keeps for backward."""
     shapes = {tuple(each.shape) for each in engine.parameters.own if each.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
     pieces: dict[int, Any] = {}

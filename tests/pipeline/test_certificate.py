@@ -9,9 +9,10 @@ import pytest
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.partition.blocks import spread_stages
-from everstep.pipeline.partition.certificate import compute_bound, prove_bound
+from everstep.pipeline.partition.certificate import compute_bound
 from everstep.pipeline.partition.limit import LowerBound
 from everstep.pipeline.partition.solve import search_splits
+from tests.pipeline.mixed_integer import prove_bound
 from tests.pipeline.partition_cases import case, seen, splits, worth
 
 CASES = [seed for seed in range(60) if case(seed).devices[0].memory is None]

@@ -17,7 +17,7 @@ from everstep.pipeline.frontend.tree import build_tree  # noqa: E402
 from everstep.pipeline.graph import stage_graph  # noqa: E402
 from everstep.pipeline.schedules import lower_schedule, make_schedule  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
-from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
+from tests.pipeline.inprocess import Fabric  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

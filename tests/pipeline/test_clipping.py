@@ -15,8 +15,8 @@ from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.engine.clipping import sum_of_powers  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
-from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.inprocess import Fabric  # noqa: E402
 from tests.pipeline.models import CASES, next_words, squares  # noqa: E402
 from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa: E402
 
@@ -86,7 +86,7 @@ class Casting(nn.Module):  # type: ignore[misc]  # torch is not where types are 
 
 
 def _refused(rank: int) -> tuple[list[str], list[float]]:
-    """What is said of float16 without a scale; and norms that `run` gives, of all and after clipping."""
+    """Return the messages about float16 without a scale; and norms that `run` gives, of all and after clipping."""
     told, x = [], torch.ones(4, 4)
     frozen = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4))
     how: dict[str, Any] = {"heartbeat": None, "costs": "counted"}

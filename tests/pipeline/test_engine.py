@@ -1,4 +1,4 @@
-"""What the engine promises beside equal mathematics: agreement, normalisation, and what it refuses."""
+"""Promises of the engine beside equal mathematics: agreement, normalisation, and rejected input."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.schedules import ActionKind, lower_schedule, make_schedule
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.by_hand import cut, recipe
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.models import CASES, slice_batch
 from tests.pipeline.training import Setting, alone, batch_of, engine_of, piped, schedule_of, share
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.models import CASES, slice_batch
 from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, piped, share
 

@@ -24,8 +24,8 @@ from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.zero import ShardedOptimizer, assign_owners
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric, InProcess
 from tests.checkpoint import ranks
+from tests.pipeline.inprocess import Fabric, InProcess
 from tests.pipeline.models import CASES, slice_batch, squares
 from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, optimizer_of, piped, share
 

@@ -19,7 +19,7 @@ SOON = 30.0  # a deadline, not a time that anything takes
 
 @contextlib.contextmanager
 def ring(size: int, alive: Sequence[int]) -> Iterator[list[Heartbeat]]:
-    """Of `size` ranks, of which only some live; the others are bound to an address, as a frozen process is."""
+    """Start a ring of `size` ranks of which some run; the others are bound to an address, as a frozen process is."""
     hearts = [Heartbeat(rank, TIMEOUT, lambda rank=rank: 10 * rank) for rank in range(size)]  # type: ignore[misc]
     addresses = [heart.address for heart in hearts]
     for rank in alive:

@@ -17,8 +17,8 @@ from everstep.pipeline.engine.zero import ShardedOptimizer  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.schedules import parse_schedule  # noqa: E402
 from everstep.pipeline.transport.base import Transport, TransportError  # noqa: E402
-from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.inprocess import Fabric  # noqa: E402
 from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -104,7 +104,7 @@ def test_parameters_that_are_frozen_and_unfrozen_between_steps_learn_as_in_one_p
 
 
 def _refused(rank: int) -> list[str]:
-    """What is said where it cannot be."""
+    """Return the messages where parameters cannot be frozen."""
     how: dict[str, Any] = {"stage_of": {"0": 0, "1": 0, "2": 1, "3": 1}, "costs": "counted", "heartbeat": None}
     told, x = [], batch(0, 8)
     with pipeline(layers(), x, squared, **how) as run:

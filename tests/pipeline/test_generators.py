@@ -17,7 +17,7 @@ from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.graph import Graph
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.devices import with_index
-from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.training import Setting, batch_of, engine_of
 
 pytestmark = pytest.mark.torch

@@ -1,4 +1,4 @@
-"""What people's models do beside calling modules: they keep things, change things in place, and take other ways."""
+"""Models that do more than call modules: they keep values, change values in place, and branch."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def test_a_result_that_cannot_be_followed_is_named() -> None:
 
 
 def _told(rank: int) -> list[str]:
-    """What is said on each rank, of which one only is given what does not fit."""
+    """Return the messages of each rank, of which only one is given a value that does not fit."""
     model = Choosing().train()
     run = pipeline(model, {**X, "scale": 2.0}, squares_to, heartbeat=None, stage_of={"one": 0, "two": 1})
     with pytest.raises(PipelineError) as changed:

@@ -1,4 +1,4 @@
-"""What the comparison with one process is worth: each thing that can be left out makes it fail."""
+"""The comparison with one process detects faults: it fails for each thing that is left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.schedules import ActionKind, Schedule
 from everstep.pipeline.transport.base import Tag, Transport
-from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.models import CASES
 from tests.pipeline.training import Setting, Trained, alone, apart, merged, piped, train
 

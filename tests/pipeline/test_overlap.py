@@ -21,7 +21,7 @@ from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
 from everstep.pipeline.graph import Stage, make_chain_graph  # noqa: E402
 from everstep.pipeline.schedules import lower_schedule, make_schedule  # noqa: E402
 from everstep.pipeline.schedules.actions import parse_rank  # noqa: E402
-from everstep.pipeline.transport.inprocess import Fabric, InProcess  # noqa: E402
+from tests.pipeline.inprocess import Fabric, InProcess  # noqa: E402
 from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, merged, piped, share, train  # noqa: E402
 
 pytestmark = pytest.mark.torch

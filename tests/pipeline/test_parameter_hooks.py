@@ -17,7 +17,7 @@ from everstep.pipeline.frontend.materialise import materialise_stages
 from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.trace import trace_model
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.models import CASES, next_words
 from tests.pipeline.training import Setting, batch_of, engine_of, share
 

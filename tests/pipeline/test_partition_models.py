@@ -46,7 +46,7 @@ def test_every_model_is_split_near_the_bound_and_no_worse_than_by_others(name: s
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.2-1b", pytest.param("gemma-2b", marks=pytest.mark.chaos)])
 def test_a_heavy_head_is_given_its_room(name: str) -> None:
-    """Where layers are counted, the head over the vocabulary comes on top of as many layers as others have."""
+    """Counting layers puts the head over the vocabulary on top of as many layers as other stages have."""
     found = near_the_bound(name)
     assert found.others["even"] >= 1.15 * found.best.simulated
 

@@ -17,7 +17,7 @@ from tests.pipeline.partition_cases import case, seen, splits, worth
 
 
 def losses(seeds: range) -> list[float]:
-    """How far above the best of all the plan is, relative."""
+    """Return by how much each plan is above the best one, relative."""
     found = []
     for seed in seeds:
         given = case(seed)

@@ -1,4 +1,4 @@
-"""What nodes cost: measured where they run, counted where they cannot; and what links take."""
+"""Costs of nodes, measured where they run and counted where they cannot; and times of links."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from everstep.pipeline.engine.reduction import Reduction
-from everstep.pipeline.transport.inprocess import Fabric, InProcess
+from tests.pipeline.inprocess import Fabric, InProcess
 
 pytestmark = pytest.mark.torch
 

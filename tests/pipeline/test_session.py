@@ -1,4 +1,4 @@
-"""What a script sees: a model becomes a pipeline, trains as with DDP, and goes on elsewhere from its checkpoint."""
+"""Pipelines as scripts see them: a model is cut, trains as with DDP, and goes on elsewhere from its checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def transformer() -> Any:
 
 
 def text(step: int) -> tuple[Any, Any]:
-    """What all replicas together learn from in a step, out of a file that every Python has."""
+    """Return the batch of all replicas together in a step, out of a file that every Python has."""
     characters = torch.tensor(list(Path(os.__file__).read_bytes()[:8000])) % 128
     starts = torch.randint(len(characters) - CONTEXT, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     window = characters[starts + torch.arange(CONTEXT + 1)]

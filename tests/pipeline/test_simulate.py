@@ -90,7 +90,7 @@ def test_zbv_with_unequal_phases() -> None:
 @pytest.mark.parametrize("m", range(5, 16))
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_of_any_number_of_micro_batches_has_the_bubble_of_a_multiple(m: int, v: int) -> None:
-    """What it costs is memory: rounds are of g micro-batches instead of p."""
+    """The bubble stays small at the cost of memory: rounds are of g micro-batches instead of p."""
     result = run("interleaved", 4, v, m, (12, 12, 12))
     g = -(-m // (m // 4))
     assert result.bubble == bubble("interleaved", 4, v, 12, 12, 12)
@@ -142,7 +142,7 @@ def test_no_step_of_ten_thousand_is_shorter_than_the_lower_bound() -> None:
 @settings(max_examples=15)
 @given(pipelines(), st.booleans())
 def test_every_action_starts_as_soon_as_it_may(pipeline: tuple[Schedule, StageGraph], lowered: bool) -> None:
-    """Which is the only timeline in which nothing waits longer than for its rank, and for what it needs."""
+    """There is only one timeline in which each action waits for nothing but its rank and its inputs."""
     schedule, graph = pipeline
     link = Link(latency=3.0)
     links = make_uniform_links(len(schedule.ranks), link)

@@ -14,8 +14,8 @@ from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.by_hand import cut, recipe
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.models import CASES
 from tests.pipeline.training import Setting, alone, apart, piped, schedule_of
 

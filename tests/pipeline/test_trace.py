@@ -1,4 +1,4 @@
-"""What tracing finds, what it leaves whole, and what it refuses, with the reason."""
+"""Tracing records nodes, leaves modules whole, or rejects a model with the reason."""
 
 from __future__ import annotations
 

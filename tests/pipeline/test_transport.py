@@ -9,7 +9,7 @@ import torch
 
 from everstep.pipeline.transport.base import Deadlock, Spec, Tag, Transport, TransportError
 from everstep.pipeline.transport.grid import make_grid
-from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.inprocess import Fabric
 
 pytestmark = pytest.mark.torch
 

@@ -16,8 +16,8 @@ from everstep.pipeline.engine.microbatch import compute_bounds  # noqa: E402
 from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
 from everstep.pipeline.engine.wide import more_words  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
-from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.inprocess import Fabric  # noqa: E402
 from tests.pipeline.models import CASES, slice_batch, squares  # noqa: E402
 from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa: E402
 

@@ -16,9 +16,9 @@ from everstep.pipeline.engine.zero import ShardedOptimizer
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Schedule, lower_schedule, make_schedule
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.by_hand import cut, recipe
 from tests.pipeline.compiled import COMPILED
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.library_models import LIBRARY
 from tests.pipeline.models import CASES, Batch, Case, slice_batch
 
@@ -57,7 +57,7 @@ class Trained:
 
 
 def setting_of(row: Mapping[str, Any], **more: Any) -> Setting:
-    """Of the choices in `row`: case, schedule, ranks, replicas, batch, and what else there may be."""
+    """Return the setting for the choices in `row`: case, schedule, ranks, replicas, batch, and others."""
     ranks, replicas, microbatches = row["ranks"], row["replicas"], row.get("microbatches", 4)
     stages = ranks if row["schedule"] in ("simple", "1f1b", "zb-h1") else 2 * ranks
     samples = {
@@ -188,7 +188,7 @@ def train(
 
 
 def _is_here(engine: Engine, parameter: Any) -> bool:
-    """Whether this replica has the sum of the parameter's gradients; one that has not must have nothing."""
+    """Tell whether this replica has the sum of the parameter's gradients; one that has not must have nothing."""
     here = engine.transport.replica
     is_here = engine.parameters.reduction.keepers.get(parameter, here) == here
     assert is_here or parameter.grad is None
@@ -201,7 +201,7 @@ def share(setting: Setting, replica: int, batch: Batch) -> Batch:
 
 
 def merged(ranks: Sequence[Trained]) -> Trained:
-    """What the ranks have, together; who have the same must have it bit for bit."""
+    """Merge the results of the ranks; those that several ranks have must be equal bit for bit."""
     whole = Trained(ranks[0].losses, {}, {}, {}, ranks[-1].outputs)
     for rank in ranks:
         assert rank.losses == whole.losses, "ranks tell different losses"

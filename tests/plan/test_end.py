@@ -1,4 +1,4 @@
-"""How a job ends, also when nobody was looking."""
+"""The end of a job, also one that happens while no operator runs."""
 
 from __future__ import annotations
 

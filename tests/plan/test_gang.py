@@ -123,7 +123,7 @@ class SimulatedGang:
     finished: bool = False
 
     def view(self, capacity: int) -> GangView:
-        """How others see it while there are so many nodes."""
+        """Return the job as others see it while there are `capacity` nodes."""
         return view(
             self.name,
             self.created,

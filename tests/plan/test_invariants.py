@@ -1,4 +1,4 @@
-"""What holds whatever breaks: the real planner against a cluster in which everything may go wrong at any moment."""
+"""Invariants that hold whatever fails: the real planner against a cluster in which anything may fail at any moment."""
 
 from __future__ import annotations
 

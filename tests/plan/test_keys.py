@@ -31,7 +31,7 @@ def names(world: World, epoch: int, key: bytes) -> str:
 
 
 def noted(world: World) -> list[Action]:
-    """What is asked of the API server from now on."""
+    """Return a list that collects the requests to the API server from now on."""
     seen: list[Action] = []
 
     def note(action: Action) -> None:

@@ -1,4 +1,4 @@
-"""Of a Node only that is kept which a plan could act upon: a heartbeat changes nothing."""
+"""A Node is reduced to the fields on which a plan could act: a heartbeat changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the job tells about its nodes, and pods whose node was removed."""
+"""Reports of a job about its nodes, and pods whose node was removed."""
 
 from __future__ import annotations
 

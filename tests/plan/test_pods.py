@@ -131,7 +131,7 @@ def test_a_plain_pod_has_no_agent_that_could_announce_itself() -> None:
 
 
 def told(world: World) -> list[tuple[tuple[int, ...], str]]:
-    """Which pods are made, and which leader they hear of."""
+    """Return the indices of the pods that are made, and the leader that they are told."""
     return [(a.indices, a.leader) for a in world.reconcile().actions if isinstance(a, CreatePods)]
 
 

@@ -1,4 +1,4 @@
-"""How many pods of a set nodes can hold: never fewer than the scheduler could bind."""
+"""The number of pods of a set that nodes can hold is never less than the scheduler could bind."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_may_be_over_in_a_minute_does_not_count_against_a_node() -> None:
     ],
 )
 def test_taints_of_nodes_that_start_or_are_serviced_do_not_count_against_them(key: str) -> None:
-    """Where they stay, the node goes, and another one comes in its place."""
+    """A node on which such a taint stays is removed, and another one takes its place."""
     taint = {"key": key, "value": "true", "effect": "NoSchedule"}
     assert count(pod({}), node(pods="1", taints=[taint])) == 1
     lasting = {"key": GPU, "effect": "NoSchedule"}

@@ -1,4 +1,4 @@
-"""What a job's pods look like, and what a template may not ask for."""
+"""The pods of a job, and the fields that a template may not set."""
 
 from __future__ import annotations
 

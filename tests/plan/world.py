@@ -284,7 +284,7 @@ class World:
         return node is not None and node in self.nodes and self.nodes[node].gone_since is not None
 
     def lead(self) -> None:
-        """What agent 0 does about all this."""
+        """Run the leader in agent 0: start, fail or finish it as its pod does."""
         head = self.pods.get(f"{self.job.metadata.name}-0")
         if head is None or not head.running or (self.leader is not None and self.leader.uid != head.uid):
             if self.leader is not None and self.leader.phase == "running" and self.leader.outcome is None:

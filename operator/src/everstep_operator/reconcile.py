@@ -95,13 +95,7 @@ class Reconciler:
         written = False
         await self.unlisted.refresh(key)
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
-            made = await self._make_plan(key, await self._observe(key, job, rejection))
-            for _ in range(MAX_OBSTACLES):  # more pods may have lost their label meanwhile
-                if (obstacle := await self._in_the_way(key, job, made)) is None:
-                    break
-                made = await self._make_plan(key, await self._observe(key, job, obstacle.rejection or rejection))
-            else:
-                raise StaleObject("pods that are there without their label come and go")
+            made = await self._plan_around_obstacles(key, job, rejection)
             if made.status is None:
                 self._forget_job(key, job.metadata.uid)
                 return None
@@ -128,6 +122,21 @@ class Reconciler:
         if written and rejection is None:
             self.queue.add(key)  # the status that was written is part of what the next plan is made from
         return rejection
+
+    # --- plan
+
+    async def _plan_around_obstacles(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> JobPlan:
+        """Make a plan that replaces no pod that is there.
+
+        Raises:
+            StaleObject: Pods go on appearing where it would make some.
+        """
+        made = await self._make_plan(key, await self._observe(key, job, rejection))
+        for _ in range(MAX_OBSTACLES):  # more pods may have lost their label meanwhile
+            if (obstacle := await self._in_the_way(key, job, made)) is None:
+                return made
+            made = await self._make_plan(key, await self._observe(key, job, obstacle.rejection or rejection))
+        raise StaleObject("pods that are there without their label come and go")
 
     async def _make_plan(self, key: Key, observed: Observation) -> JobPlan:
         """Make the plan. Nodes are not given back while an autoscaler makes more of them; it is asked only then, and

@@ -22,6 +22,7 @@ from everstep.agent.contract import (
     build_torchrun_variables,
     encode_json,
 )
+from everstep.agent.launch import RankPlacement
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.observed import INIT_FAILED, ContainerEnd, PodView
 
@@ -94,10 +95,7 @@ def build_environment(
     variables = {
         **build_sm_environment(facts),
         **build_rank_variables(
-            rank=index,
-            world_size=nodes,
-            local_rank=0,
-            local_world_size=1,
+            RankPlacement(rank=index, local_rank=0, world_size=nodes, local_world_size=1),
             node_rank=index,
             master_addr=master,
             master_port=MASTER_PORT,

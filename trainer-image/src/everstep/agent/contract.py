@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .launch import RankPlacement
+
 INSTANCE_GROUP = "homogeneousCluster"
 MAX_VARIABLE_BYTES = (
     128 * 1024 - 1
@@ -121,11 +123,8 @@ def build_sm_environment(facts: ContractFacts) -> dict[str, str]:
 
 
 def build_rank_variables(
+    placement: RankPlacement,
     *,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
     node_rank: int,
     master_addr: str,
     master_port: int,
@@ -137,10 +136,7 @@ def build_rank_variables(
     """Return the variables that tell a rank who it is.
 
     Args:
-        rank: Its rank among all.
-        world_size: Number of ranks.
-        local_rank: Its rank on its node.
-        local_world_size: Number of ranks on its node.
+        placement: Its ranks among all and on its node, and how many there are.
         node_rank: Index of its node.
         master_addr: Host of rank 0.
         master_port: Port of rank 0.
@@ -150,10 +146,10 @@ def build_rank_variables(
         progress: Path of the rank's FIFO for progress, if it has one.
     """
     variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
         "NODE_RANK": str(node_rank),
         "GROUP_RANK": str(node_rank),
         "MASTER_ADDR": master_addr,

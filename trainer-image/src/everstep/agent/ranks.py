@@ -33,6 +33,25 @@ class RankContext:
     start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
+@dataclass(frozen=True)
+class RankCommand:
+    """The command of a rank, and the process in which it runs.
+
+    Attributes:
+        argv: The program and its arguments.
+        env: All its variables.
+        cwd: Its folder; the agent's if None.
+        pass_fds: File descriptors that stay open in it.
+        affinity: The CPUs that it may use; all if None.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str | None = None
+    pass_fds: Sequence[int] = ()
+    affinity: set[int] | None = None
+
+
 class Rank:
     """Starts at once. Its exit is reported by one RankExited, also when the command cannot be executed.
 
@@ -42,16 +61,12 @@ class Rank:
     def __init__(
         self,
         node: RankContext,
+        command: RankCommand,
         *,
         rank: int,
         local_rank: int,
         tag: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
         fifo: Path,
-        cwd: str | None = None,
-        pass_fds: Sequence[int] = (),
-        affinity: set[int] | None = None,
         on_exit: Callable[[int], None] | None = None,
     ) -> None:
         self.rank, self.local_rank = rank, local_rank
@@ -64,19 +79,19 @@ class Rank:
         self._intake = ProgressReader(fifo, self._progress, self._say)
         try:
             self.process = node.processes.start(
-                argv,
-                env,
+                command.argv,
+                command.env,
                 stdout=self._output.stdout.inner,
                 stderr=self._output.stderr.inner,
-                cwd=cwd,
-                pass_fds=pass_fds,
-                affinity=affinity,
+                cwd=command.cwd,
+                pass_fds=command.pass_fds,
+                affinity=command.affinity,
                 on_exit=self._exited,
             )
         except (OSError, ValueError) as error:
             if faults.is_of_the_pod(error):
                 raise
-            code, message = _explain_start_failure(argv, error)
+            code, message = _explain_start_failure(command.argv, error)
             self._say(message)
             self._end(code, None, message, ())
         else:

@@ -35,9 +35,9 @@ from .events import (
     RankStarted,
 )
 from .faults import name_file_in_errors
-from .launch import Launcher, count_ranks_on_node, none, torch
+from .launch import Launcher, RankPlacement, count_ranks_on_node, none, torch
 from .processes import ChildProcesses
-from .ranks import Rank, RankContext
+from .ranks import Rank, RankCommand, RankContext
 from .tasks import Tasks
 from .threads import in_thread_if_possible, in_thread_when_possible
 
@@ -142,18 +142,17 @@ class Supervisor:
                     **launcher.make_variables(layout),
                     **self._base,
                     **self._contract,
-                    **self._variables(layout, place.rank, place.local_rank, place.world_size, place.local_world_size),
+                    **self._variables(layout, place),
                 }
                 if config.distribution == "none":  # ours to say: an image's own PET_* would split the group
                     env.update(launcher.make_variables(layout))
                 self._ranks.append(
                     Rank(
                         self._node,
+                        RankCommand(self._command, drop_unusable_variables(env)),
                         rank=place.rank,
                         local_rank=place.local_rank,
                         tag=_rank_tag(place.rank, place.world_size),
-                        argv=self._command,
-                        env=drop_unusable_variables(env),
                         fifo=self._fifo(place.local_rank),
                     )
                 )
@@ -327,21 +326,16 @@ class Supervisor:
                 self.log(f"everstep: {path} is not written ({error.strerror}): use SM_HPS and SM_RESOURCE_CONFIG")
         return {**environment.make_network_variables(address), **build_sm_environment(facts), **self._config.variables}
 
-    def _variables(
-        self, layout: GenerationLayout, rank: int, local: int, world: int, local_world: int
-    ) -> dict[str, str]:
+    def _variables(self, layout: GenerationLayout, place: RankPlacement) -> dict[str, str]:
         return build_rank_variables(
-            rank=rank,
-            world_size=world,
-            local_rank=local,
-            local_world_size=local_world,
+            place,
             node_rank=layout.node_index,
             master_addr=layout.master_addr,
             master_port=layout.master_port,
             epoch=layout.epoch,
             generation=layout.generation,
             job=self._config.name,
-            progress=str(self._fifo(local)),
+            progress=str(self._fifo(place.local_rank)),
         )
 
     def _fifo(self, local_rank: int) -> Path:
@@ -374,19 +368,21 @@ class Supervisor:
             "PATH": environment.restore_path(request.env.get("PATH", ""), self._base.get("PATH", "")),
             **session.rank_variables,
             **self._contract,
-            **self._variables(layout, request.rank, request.local_rank, world, procs),
+            **self._variables(layout, RankPlacement(request.rank, request.local_rank, world, procs)),
         }
         rank = Rank(
             node,
+            RankCommand(
+                request.argv,
+                drop_unusable_variables(env),
+                cwd=request.cwd,
+                pass_fds=request.pass_fds,
+                affinity=request.affinity,
+            ),
             rank=request.rank,
             local_rank=request.local_rank,
             tag=_rank_tag(request.rank, world),
-            argv=request.argv,
-            env=drop_unusable_variables(env),
             fifo=self._fifo(request.local_rank),
-            cwd=request.cwd,
-            pass_fds=request.pass_fds,
-            affinity=request.affinity,
             on_exit=ended,
         )
         self._ranks.append(rank)

@@ -19,6 +19,7 @@ from everstep.checkpoint.keys import Attempt
 LONGEST = 1e9  # seconds; what is multiplied by a thousand still is a time for all clocks
 
 POLICIES = ("skip", "wait", "queue")
+DEFAULT_EVERY = "10m"
 
 
 class _Wrong(Exception):
@@ -26,7 +27,7 @@ class _Wrong(Exception):
 
 
 def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a session with plain numbers in place of those of other libraries.
+    """Return the arguments of a session with plain numbers in place of those of other libraries, and a default `every`.
 
     Args:
         given: By name, all of them.
@@ -40,6 +41,8 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = CHECKS[name](value)
         except _Wrong as allowed:
             raise ValueError(f"{name} is {value!r}, and must be {allowed}") from None
+    if found["every"] is None and found["every_steps"] is None:
+        found["every"] = DEFAULT_EVERY
     return found
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.checkpoint import control
 from everstep.checkpoint.control import WriterConfig
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Attempt
 from everstep.checkpoint.liveness import ProcessIdentity
 
 _POLL = 0.05  # seconds
+
+LEFT_EARLY = "left before its part was copied"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,26 @@ class Membership:
     def has_ended_well(self) -> bool:
         """Tell whether all ranks of the run said goodbye, and no connection is left."""
         return self.config is not None and not self.connected and self.gone >= set(range(len(self.config.ranks)))
+
+    def check_present(self, present: Collection[int], ranks: Sequence[int]) -> None:
+        """See that no local rank is missing of those that have come.
+
+        Args:
+            present: The local ranks that are connected and of the run.
+            ranks: The global rank of each local one, for the message.
+
+        Raises:
+            CheckpointError: One has ended its session.
+            RankLost: One has lost its connection.
+        """
+        absent = self.known - set(present)
+        if ended := sorted(ranks[local] for local in absent & self.gone):
+            raise CheckpointError(
+                f"rank {', '.join(map(str, ended))} has ended its session before this save: call save() and step() "
+                "equally often on all ranks"
+            )
+        if absent:
+            raise RankLost([ranks[local] for local in sorted(absent)], LEFT_EARLY)
 
     async def wait_for_place(self, connection: asyncio.StreamWriter, config: WriterConfig, local: int) -> None:
         """Wait until nobody else has what this rank asks for: the node, if it is of another run, else its place in it.

@@ -5,11 +5,26 @@ from __future__ import annotations
 import random
 import sys
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from everstep.checkpoint.state.kinds import PerRank
+
+GENERATORS = "rng"  # the name of the generators among the objects of a session
 _CUDA = "cuda"  # the current device's generator; another's is cuda:<number>
+
+
+def add_generators(objects: Mapping[str, object]) -> dict[str, object]:
+    """Return the objects of a session with the generators of this rank.
+
+    Raises:
+        ValueError: An object has their name.
+    """
+    if GENERATORS in objects:
+        raise ValueError(f"an object cannot be called {GENERATORS!r}: the random generators are saved as that")
+    return {**objects, GENERATORS: PerRank(Rng())}
 
 
 class Rng:

@@ -31,13 +31,12 @@ from everstep.checkpoint.peers import serve_reads
 from everstep.checkpoint.pilot import Forecast, Policy, SaveCoordinator
 from everstep.checkpoint.restore import Restored, Restorer
 from everstep.checkpoint.restore_options import RestoreOptions
-from everstep.checkpoint.rng import Rng
+from everstep.checkpoint.rng import GENERATORS, add_generators
 from everstep.checkpoint.save import How, Saver, WriterConnection, check_start, check_values
 from everstep.checkpoint.selection import Rename
 from everstep.checkpoint.session_end import tell_unmet_request
 from everstep.checkpoint.slots import default_directory, default_memory
 from everstep.checkpoint.source_ranks import check_source_ranks
-from everstep.checkpoint.state.kinds import PerRank
 from everstep.checkpoint.state.loader_samplers import warn_of_random_samplers
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import run_on_all_ranks
@@ -48,11 +47,9 @@ __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
 
 _log = logging.getLogger("everstep.checkpoint")
 
-DEFAULT_EVERY = "10m"
 _OF_WRITER = (
     "slots", "keep_last", "keep_every", "keep_best", "best_metric", "best_mode", "commit_timeout", "stall_after"
 )  # fmt: skip
-GENERATORS = "rng"
 
 
 class Checkpointer:
@@ -108,8 +105,6 @@ class Checkpointer:
             given[name] for name in ("every", "every_steps", "timeout", "commit_timeout")
         )
         time_between_failures = given["time_between_failures"]
-        if every is None and every_steps is None:
-            every = DEFAULT_EVERY
         self._trigger = Trigger.parse(every, every_steps, time_between_failures)
         self._events = Events()
         self._metrics = Metrics()
@@ -184,7 +179,7 @@ class Checkpointer:
         """
         if self._pilot is not None and self._pilot.saved:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
-        everything = self._with_generators(objects)
+        everything = add_generators(objects)
 
         def check() -> RestoreOptions:
             check_values(everything, self._topology, self._how)
@@ -250,7 +245,7 @@ class Checkpointer:
         self._track(objects)
 
     def _track(self, objects: Mapping[str, object]) -> None:
-        everything = self._with_generators(objects)
+        everything = add_generators(objects)
         with self._arrivals.naming_absent("track() or start_over()"):
             check_source_ranks(everything, self._group)
             if self._pilot is None:
@@ -374,11 +369,6 @@ class Checkpointer:
         check_process(self._process, call)
         if self._is_closed:
             raise CheckpointError(f"{call} is called after close(): make another session, and restore() in it to go on")
-
-    def _with_generators(self, objects: Mapping[str, object]) -> dict[str, object]:
-        if GENERATORS in objects:
-            raise ValueError(f"an object cannot be called {GENERATORS!r}: the random generators are saved as that")
-        return {**objects, GENERATORS: PerRank(Rng())}
 
     def _set_objects(self, objects: dict[str, object], step: int | None = None) -> None:
         """These are saved from here on. `step`: that training goes on from, where it was just restored."""

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import attempts, control, peer_copies, room
+from everstep.checkpoint import attempts, control
 from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError, NoSlot, RankLost
 from everstep.checkpoint.filling import Filling
@@ -29,11 +29,12 @@ from everstep.checkpoint.idle_verifier import IdleVerifier
 from everstep.checkpoint.keeping import Keeper
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.lock import lock_directory
-from everstep.checkpoint.membership import Member, Membership
+from everstep.checkpoint.membership import LEFT_EARLY, Member, Membership
 from everstep.checkpoint.peer_copier import Copier
 from everstep.checkpoint.peer_server import PeerServer
 from everstep.checkpoint.save_ends import SaveEnds
 from everstep.checkpoint.slot_choice import choose_slot, will_be_free
+from everstep.checkpoint.slot_memory import SlotMemory, is_other_run
 from everstep.checkpoint.slots import Claim, Slot, Slots, SlotState
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.storing import Storing
@@ -42,8 +43,6 @@ from everstep.checkpoint.surplus_slots import move_surplus_away
 _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
-_LEFT = "left before its part was copied"
-_FILES_OF_A_RANK = 4  # in a slot: a part, what is said of it, and the slot's own files
 
 
 class Writer:
@@ -56,10 +55,9 @@ class Writer:
         self._has_directory = has_directory
         self._membership = Membership()
         self._filling: Filling[asyncio.StreamWriter] = Filling()
-        self._reserving: asyncio.Future[None] | None = None
-        self._found_no_room = False
         self._verifier = IdleVerifier(directory)
         self._peers = PeerServer(directory)
+        self._memory = SlotMemory(self._slots, self._peers.copies)
         self._copier = Copier(self._copied)
         self._keeper = Keeper(self._slots, self._copier.offer)
         self._ended = asyncio.Event()
@@ -68,7 +66,6 @@ class Writer:
         self._ends = SaveEnds()
         self._idle_since = time.monotonic()
         self._told_to_end = False
-        self._removing_since: float | None = None  # processes that restore are waited for since then
 
     async def serve(self) -> None:
         """Until the ranks are gone for good and nothing is left to do."""
@@ -183,7 +180,7 @@ class Writer:
             is_new = self._membership.is_new_process(writer, local)
             self._filling.join(local, writer, before, is_new_process=is_new)
         self._membership.join(writer, local, config)
-        self._removing_since = None
+        self._memory.cancel_removal()
         self._copier.aim(config.keeper, config.secret)
         for slot in self._slots:
             self._recover(slot, config)
@@ -202,18 +199,17 @@ class Writer:
     async def _disown(self, config: WriterConfig) -> None:
         """Free what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
 
-        def another(run: str) -> bool:
-            return bool(run and config.run) and run != config.run
+        def is_replaced() -> bool:
+            return self._config is not None and is_other_run(self._config.run, config.run)
 
-        places = [*self._slots, *peer_copies.open_peer_copies(self._slots.directory)]
-        strangers = [slot for slot in places if (claim := slot.claimed()) is not None and another(claim.run)]
-        if not strangers and not (self._config and another(self._config.run)):
+        strangers = self._memory.find_slots_of_other_runs(config.run)
+        if not strangers and not is_replaced():
             return
         store = open_store(config.url, **config.options)
         why = await self._loop.run_in_executor(None, partial(attempts.explain_replaced_store, store, config.run))
         if why is not None:
             raise CheckpointError(why)
-        if self._config and another(self._config.run):
+        if is_replaced():
             # Its saves are on their way into the same place, maybe under the same names: they end with this process.
             self._ended.set()
             raise ConnectionAbortedError("another run has this store now, and gets a writer of its own")
@@ -248,7 +244,7 @@ class Writer:
         local = lost.local
         for key in self._filling.without(local, writer):
             rank = self._config.ranks[local]
-            self._give_up(key, f"{RankLost([rank], _LEFT)}")
+            self._give_up(key, f"{RankLost([rank], LEFT_EARLY)}")
 
     # ---- a save
 
@@ -260,39 +256,10 @@ class Writer:
         assert self._config is not None
         if not self._has_directory():
             raise ConnectionAbortedError("the slots were removed, and the rank gets a writer that makes them anew")
-        if self._reserving is not None:
-            await asyncio.wait([self._reserving])  # how an earlier one ended is nothing to this one
-        why, count, copies = None, self._config.slots, self._peers.copies
+        await self._memory.wait_until_ended()  # how an earlier one ended is nothing to this one
+        count = self._config.slots
         await self._remove_surplus(count)
-        if kept:
-            await self._loop.run_in_executor(None, copies.remove_surplus, count)
-        try:
-            own, need = self._slots.need(sizes, count), copies.need(kept, count) if kept else 0
-            if own + need > 0:
-                files = count * _FILES_OF_A_RANK * (len(sizes) + len(kept) + 1)
-                room.check_files(self._slots.directory, max([*sizes, *kept]), files)
-            room.check_memory(self._slots.directory, own + need, count, count if kept else 0)
-        except room.InsufficientMemory as error:
-            self._found_no_room = True
-            if not kept or self._config.insist:
-                raise
-            self._slots.check(sizes, count)
-            why, kept = str(error), []
-        self._found_no_room = False
-
-        def allocate() -> None:
-            try:
-                self._slots.reserve(sizes, count)
-                if kept:
-                    copies.reserve(kept, count)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{count} slots with parts of up to {max(sizes)} bytes cannot be made in {self._slots.directory}: "
-                    f"{error}; see its file system's space and inodes (df, df -i) and the limit of a file (ulimit -f)"
-                ) from error
-
-        self._reserving = asyncio.get_running_loop().run_in_executor(None, allocate)
-        return why
+        return await self._memory.reserve(sizes, kept, count, insists=self._config.insist)
 
     async def _remove_surplus(self, count: int) -> None:
         if self._copier.busy:  # it may send one of them
@@ -306,8 +273,7 @@ class Writer:
     async def _begin(self, key: Key, writer: asyncio.StreamWriter) -> int:
         """Return the number of the slot for this save, as soon as one is free."""
         self._leave_behind(key, self._ranks[writer].local)
-        if self._reserving is not None:
-            await asyncio.shield(self._reserving)
+        await self._memory.wait_until_reserved()
         began = time.monotonic()
         while True:
             try:
@@ -346,13 +312,7 @@ class Writer:
                     raise CheckpointError(f"{key} was given up")
                 self._filling.begin(key, rank.local, writer, newest)
                 return slot.number
-        if absent := self._membership.known - set(newest):
-            if ended := sorted(ranks[local] for local in absent & self._membership.gone):
-                raise CheckpointError(
-                    f"rank {', '.join(map(str, ended))} has ended its session before this save: call save() and step() "
-                    "equally often on all ranks"
-                )
-            raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
+        self._membership.check_present(newest, ranks)
         slot = choose_slot(self._slots, self._config.slots, self._storing.saves.values(), self._filling)
         slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
         self._filling.begin(key, rank.local, writer, newest)
@@ -405,7 +365,7 @@ class Writer:
                 self._verifier.look(is_idle=not self._ranks and not self._storing.is_busy)
                 if self._config is not None and self._has_directory():
                     self._storing.try_again(self._config)
-                    if self._reserving is None or self._reserving.done():
+                    if not self._memory.is_reserving:
                         await self._remove_surplus(self._config.slots)
                 self._storing.tell_stalled()
             except Exception:  # it may pass, and without this task nobody would ever end the process
@@ -436,7 +396,7 @@ class Writer:
             return True
         if self._ranks:
             return False
-        if self._found_no_room and not self._has_slots():
+        if self._memory.found_no_room and self._memory.is_empty():
             return self._remove_slots()  # the ranks were told, and left
         if time.monotonic() - max(self._idle_since, self._storing.quiet_since) < self._linger:
             return False
@@ -445,23 +405,9 @@ class Writer:
             return self._remove_slots()
         return True
 
-    def _has_slots(self) -> bool:
-        """Tell whether there is any slot, of this node or of another one's."""
-        return any(True for _ in (*self._slots, *peer_copies.open_peer_copies(self._slots.directory)))
-
     def _remove_slots(self) -> bool:
-        """Remove the slots, and tell whether the memory was given back.
-
-        A process that restores from it is waited for, as long as ranks are.
-        """
-        now = time.monotonic()
-        since = self._removing_since or now
-        if self._slots.remove(is_forced=self._told_to_end or now - since >= self._linger):
-            return True
-        if self._removing_since is None:
-            _log.info("the slots are still read: they are removed after that, or in %g s", self._linger)
-            self._removing_since = now
-        return False
+        """Remove the slots; a process that restores from them is waited for, as long as ranks are."""
+        return self._memory.remove(0.0 if self._told_to_end else self._linger)
 
     def _report(self, report: dict[str, Any]) -> None:
         _log.info("%s", report)

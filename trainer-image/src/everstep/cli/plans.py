@@ -29,7 +29,7 @@ def translate_errors() -> Iterator[None]:
     except (PipelineError, OSError) as error:
         raise CliError(str(error)) from error
     except ModuleNotFoundError as error:
-        if error.name not in ("numpy", "scipy"):
+        if error.name != "numpy":
             raise
         raise CliError(f"{error.name} is not installed: pip install 'everstep[pipeline]'") from error
     except KeyboardInterrupt:

@@ -51,6 +51,28 @@ class ProcessPosition:
     nccl: bool = False
 
 
+@dataclass(frozen=True)
+class ProfileRequest:
+    """The way in which nodes are measured.
+
+    Attributes:
+        costs: Measured on the devices, or counted.
+        autocast: The type to which steps cast.
+        loss: A scalar of an output and targets, which is measured too if there are `targets`.
+        targets: Those of the example.
+        whole: Arguments without samples.
+    """
+
+    costs: Costs = "measured"
+    autocast: torch.dtype | None = None
+    loss: Callable[[Any, Any], Any] | None = None
+    targets: Any = None
+    whole: Collection[str] = ()
+
+
+_MEASURED = ProfileRequest()
+
+
 def look_into(
     model: nn.Module,
     example: Mapping[str, Any],
@@ -90,40 +112,34 @@ def make_plan(
     example: Mapping[str, Any],
     wish: Wish,
     place: ProcessPosition,
+    request: ProfileRequest = _MEASURED,
     *,
     stage_of: Mapping[str, int] | None = None,
-    costs: Costs = "measured",
-    autocast: torch.dtype | None = None,
     path: Path | None = None,
     aim: bool = True,
-    loss: Callable[[Any, Any], Any] | None = None,
-    targets: Any = None,
-    whole: Collection[str] = (),
 ) -> Plan:
     """The same on all ranks; collective. `path`, of the first process, holds the plan between runs: what is there is
     taken if it is for this model, solved again if it is for other ranks, stages or frozen parameters, and written if it
     is new.
 
     `stage_of`: by hand, whatever the partition would say. `aim`: the plan that is there must be made for the wish's
-    objective; who asked for none, or for this very file, takes it whatever it was made for. `autocast`: the type to
-    which steps cast. `loss`, a scalar of an output and targets, is measured if the example's targets are here.
-    PipelineError on all ranks.
+    objective; who asked for none, or for this very file, takes it whatever it was made for. PipelineError on all ranks.
     """
     mark = fingerprint_parameters((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
     first = place.control.first
     if first(lambda: "there" if path is not None and path.exists() else ""):
         return Plan.from_json(first(lambda: _reuse_or_solve(path, wish, mark, found, stage_of, aim).to_json()))
     nodes: Mapping[str, RunnableStage] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
-    batch = make_example_microbatch({**example, _TARGETS: targets}, wish, whole)
-    part = batch.pop(_TARGETS)
-    if loss is not None and targets is not None:
+    batch = make_example_microbatch({**example, _TARGETS: request.targets}, wish, request.whole)
+    part, loss = batch.pop(_TARGETS), request.loss
+    if loss is not None and request.targets is not None:
         own = map_tensors(part, lambda tensor: tensor.to(place.device))
         nodes = {
             name: WithLoss(node, lambda output: loss(output, own)) if OUTPUT in node.outputs else node
             for name, node in nodes.items()
         }
     groups = group_alike_nodes(found) if isinstance(found, Traced) else ()
-    profile = _make_profile(found.graph, nodes, groups, batch, place, costs, autocast)
+    profile = _make_profile(found.graph, nodes, groups, batch, place, request.costs, request.autocast)
 
     def solved() -> str:
         made = _solve_and_mark(found, profile, wish, mark, stage_of)

@@ -50,6 +50,7 @@ from everstep.pipeline.planning import Wish
 from everstep.pipeline.prepare import (
     Costs,
     ProcessPosition,
+    ProfileRequest,
     look_into,
     make_example_microbatch,
     make_plan,
@@ -209,10 +210,12 @@ def pipeline(
 
         refuse_if_cut(asked["microbatches"] or 1)  # before anything is measured, if that is known
         made = make_plan(
-            model, found, named, wish, here, stage_of=stage_of, costs=costs, autocast=cast, path=path,
-            aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
-            loss=lambda output, own: compute_loss(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
-            whole=uncut,
+            model, found, named, wish, here,
+            ProfileRequest(
+                costs, cast, lambda output, own: compute_loss(loss, output, own, batch_size(own) or 1, weight).sum,
+                targets, uncut,
+            ),
+            stage_of=stage_of, path=path, aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
         )  # fmt: skip
 
         times = refuse_if_cut(made.microbatches)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +34,14 @@ from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.loaded_states import STEP, leave_out_others, undo_casts
 from everstep.checkpoint.state.memory import get_local_tensor
 from everstep.checkpoint.state.nesting import check_nesting
+from everstep.checkpoint.state.param_contents import (
+    KEPT,
+    LAYOUT,
+    STATE,
+    STATELESS,
+    ParamContent,
+    find_param_contents,
+)
 from everstep.checkpoint.state.param_options import (
     PLACES,
     digest_options,
@@ -54,37 +61,14 @@ from everstep.checkpoint.state.param_states import (
 )
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, build_structure, describe_structure
 
-_STATE = "state"
 _GROUPS = "param_groups"  # of each parameter: which options it has
-_LAYOUT = "layout"  # of each parameter: how its state lies, where neither the parameter nor the shape tells
-_KEPT = "kept"  # of each parameter: names of state that ranks keep for themselves
 _BOX = "box"  # of each parameter beside which a rank has state of its own: which elements the rank has
-_STATELESS = "stateless"  # of each parameter: that a rank without an element of it has no state for it
 _KIND = "kind"  # names of the optimizer's class and of those that it is derived from
 _OPTIONS = "options"  # by their own digest, so that ranks with other parameters never disagree
 
 
 # How this process computes a step, not which: an optimizer keeps its own.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-
-
-@dataclass
-class _ParamState:
-    """A checkpoint's content for the state of one parameter.
-
-    Attributes:
-        layout: How tensors lie, by names below the parameter.
-        kept: The name of one of those that ranks keep for themselves, or None.
-        is_left: Nothing is taken, because ranks without an element had none.
-        tensors: The tensors by full names, each with its name below the parameter.
-        values: By names below the parameter, where each value is.
-    """
-
-    layout: Mapping[str, Any]
-    kept: str | None
-    is_left: bool
-    tensors: dict[str, tuple[str, StoredTensor]] = field(default_factory=dict)
-    values: dict[str, tuple[Saved, str]] = field(default_factory=dict)
 
 
 class OptimizerObject:
@@ -150,7 +134,7 @@ class OptimizerObject:
             for param in group["params"]:
                 if param.requires_grad and not self._optimizer.state.get(param):
                     for number in range(_per_parameter(group)):
-                        name = names.join_segments(_STATE, known[id(param)], "coming", str(number))
+                        name = names.join_segments(STATE, known[id(param)], "coming", str(number))
                         leaf = param.detach()
                         yield names.join_segments(self.prefix, name), get_local_tensor(leaf) if self._is_own else leaf
 
@@ -165,7 +149,7 @@ class OptimizerObject:
         for place, own in states.items():
             if type(place) is not int:
                 raise CheckpointError(f"{self.prefix}: holds state under {place!r}, which is no parameter")
-            check_nesting(own, names.join_segments(self.prefix, _STATE, self._names[place]))
+            check_nesting(own, names.join_segments(self.prefix, STATE, self._names[place]))
             every += [(place, below, detach_leaf(leaf)) for below, leaf in names.walk_leaves(own, is_leaf)]
         layouts: dict[int, dict[str, Any]] = defaultdict(dict)
         keeping: set[int] = set()  # parameters beside which this rank has state of its own
@@ -178,10 +162,10 @@ class OptimizerObject:
                 if self._is_own:
                     leaf = get_local_tensor(leaf)
                 elif not is_dtensor(leaf) and leaf.dim() > 0 and below != STEP:
-                    yield names.join_segments(prefix, _KEPT, self._names[place], below), True
+                    yield names.join_segments(prefix, KEPT, self._names[place], below), True
                     prefix = self._own
                     keeping.add(place)
-            yield names.join_segments(prefix, _STATE, self._names[place], below), leaf
+            yield names.join_segments(prefix, STATE, self._names[place], below), leaf
         yield from self._layouts(layouts, keeping, {place for place, _, _ in every})
         yield from self._structures({self._names[place]: own for place, own in states.items()}, keeping)
 
@@ -190,7 +174,7 @@ class OptimizerObject:
             return shards.describe_leaf(self.params[place], leaf, is_own=self._is_own)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{names.join_segments(self.prefix, _STATE, self._names[place], below)} {error}"
+                f"{names.join_segments(self.prefix, STATE, self._names[place], below)} {error}"
             ) from error
 
     def _structures(self, states: Mapping[str, Any], keeping: Collection[int]) -> Iterator[tuple[str, Any]]:
@@ -213,13 +197,13 @@ class OptimizerObject:
     ) -> Iterator[tuple[str, Any]]:
         """Yield values by which a fresh process knows how the state lies."""
         for place, layout in layouts.items():
-            yield names.join_segments(self.prefix, _LAYOUT, self._names[place]), layout
+            yield names.join_segments(self.prefix, LAYOUT, self._names[place]), layout
         for place, param in enumerate(self.params):
             if place in held:
                 if (self._is_own and is_dtensor(param)) or place in keeping:
                     yield names.join_segments(self._own, _BOX, self._names[place]), shards.describe_box(param)
             elif is_dtensor(param) and not get_local_tensor(param).numel():
-                yield names.join_segments(self.prefix, _STATELESS, self._names[place]), True
+                yield names.join_segments(self.prefix, STATELESS, self._names[place]), True
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -262,14 +246,14 @@ class OptimizerObject:
         later = [path for paths in aliases.groups for path in paths[1:]] + [other for _, other in aliases.overlaps]
         return tuple(f"{names.join_segments(path[0], name_path(states[path[0]], path[1:]))}." for path in later)
 
-    def _why_elsewhere(self, state: _ParamState, own: Saved, place: int) -> str | None:
+    def _why_elsewhere(self, state: ParamContent, own: Saved, place: int) -> str | None:
         """Return why what this rank kept for itself beside a parameter does not belong beside it here, or None."""
         box = own.value_or(names.join_segments(_BOX, self._names[place]), None)
         is_of_shard = self._is_own and state.tensors and (box is not None or is_dtensor(self.params[place]))
         if state.is_left or not (state.kept or is_of_shard):
             return None
         why = shards.why_elsewhere(self.params[place], box)
-        shown = names.join_segments(self.prefix, _STATE, self._names[place], state.kept or "")
+        shown = names.join_segments(self.prefix, STATE, self._names[place], state.kept or "")
         return None if why is None else f"{shown} {why}"
 
     def _target(
@@ -414,33 +398,9 @@ class OptimizerObject:
         where = {id(each): i for i, each in enumerate(self.params)}
         return [where[id(each)] for each in group["params"]]
 
-    def _of_params(self, saved: Saved) -> list[_ParamState]:
-        """Return the checkpoint's content for each parameter's state."""
-        places = {name: i for i, name in enumerate(self._names)}
-        found = [
-            _ParamState(
-                saved.value_or(names.join_segments(_LAYOUT, name), {}),
-                next(iter(saved.below(names.join_segments(_KEPT, name)).values), None),
-                is_left=names.join_segments(_STATELESS, name) in saved.values and not get_local_tensor(param).numel(),
-            )
-            for name, param in zip(self._names, self.params, strict=True)
-        ]
-        for each in (saved,) if self._is_own else (saved, saved.at(self._own)):
-            for name in (*each.tensors, *each.values):
-                owner = name.removeprefix(f"{_STATE}.")
-                if owner == name:
-                    continue
-                below = ""
-                while owner not in places and owner:
-                    owner, _, last = owner.rpartition(".")
-                    below = names.join_segments(last, below)
-                if not owner or found[places[owner]].is_left:
-                    continue
-                if name in each.tensors:
-                    found[places[owner]].tensors[each.full(name)] = below, each.tensors[name]
-                if name in each.values:
-                    found[places[owner]].values[below] = each, name
-        return found
+    def _of_params(self, saved: Saved) -> list[ParamContent]:
+        own = None if self._is_own else saved.at(self._own)
+        return find_param_contents(saved, own, dict(zip(self._names, self.params, strict=True)))
 
 
 def _find_dtype(param: torch.Tensor, saved: StoredTensor, casts: Casts) -> torch.dtype:

@@ -31,7 +31,7 @@ from everstep.pipeline.frontend.refs import (
 )
 from everstep.pipeline.frontend.sizes import are_sizes_visible, find_places, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
-from everstep.pipeline.frontend.stages import INPUT, StageModule, Step
+from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
@@ -107,15 +107,10 @@ class _Cut:
             outputs,
             steps,
             compile_maker(result, bind) if has_output else None,
-            find_places(wanted, known),
-            sizes,
-            conditions,
+            SizeRules(find_places(wanted, known), sizes, conditions),
             self.model.both,
-            self._repeats(items),
-            self._changed().intersection(arguments),
-            self._writes(),
+            StageUses(self._changed().intersection(arguments), self._writes(), self._uses(), self._repeats(items)),
             next((unit.name for unit in self.own for part in iterate_parts(unit.item) if _has_listeners(part)), ""),
-            self._uses(),
         )
 
     def _uses(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,15 +45,45 @@ class Step:
             frame.values.pop(index, None)
 
 
+@dataclass(frozen=True)
+class SizeRules:
+    """The symbolic sizes that a stage needs.
+
+    Attributes:
+        places: Where symbols are read from its inputs.
+        sizes: The sizes that its steps use.
+        conditions: What must hold of the symbols, or the stage would compute something else.
+    """
+
+    places: Sequence[SymbolSource] = ()
+    sizes: Sequence[Any] = ()
+    conditions: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class StageUses:
+    """The use that a stage makes of the model's modules and memory.
+
+    Attributes:
+        changed: Names of inputs that it changes in place.
+        writes: Buffers, and parameters that do not learn, that it changes.
+        weights: In the order of their first use, as far as that is known.
+        repeats: Of modules that other stages call too, which of all their calls are this stage's.
+    """
+
+    changed: Collection[str] = ()
+    writes: Collection[str] = ()
+    weights: Sequence[str] = ()
+    repeats: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
 class StageModule:
     """Part of a model. `inputs`: names of values of earlier stages, and `input:<argument>` of the model's own;
     `outputs`: names of values for later stages; of the last, `output`: what the model returns.
 
     `module` holds the original modules and parameters under their original names, and is where training flags are set.
-    `repeats`: of modules that other stages call too, which of all their calls are this stage's.
-    `writes`: buffers, and parameters that do not learn, that it changes. `listens`: a node with a hook on a tensor.
-    `uses`: weights in the order of their first use, as far as that is known.
-    A call gives all outputs from all inputs, and changes none in place: what is in `changed` is copied before.
+    `both`: it may be called in training and in evaluation. `listens`: a node with a hook on a tensor.
+    A call gives all outputs from all inputs, and changes none in place: what is in `uses.changed` is copied before.
     PipelineError if one is missing or of sizes that this model cannot have.
     """
 
@@ -65,27 +95,22 @@ class StageModule:
         outputs: Mapping[str, int],
         steps: Sequence[Step],
         result: Maker | None,
-        places: Sequence[SymbolSource],
-        sizes: Sequence[Any],
-        conditions: Sequence[Any],
+        sizes: SizeRules,
         both: bool,
-        repeats: Mapping[str, tuple[int, ...]],
-        changed: Collection[str] = (),
-        writes: Collection[str] = (),
+        uses: StageUses,
         listens: str = "",
-        uses: Sequence[str] = (),
     ) -> None:
-        self.index, self.module, self.repeats = index, module, dict(repeats)
+        self.index, self.module, self.repeats = index, module, dict(uses.repeats)
         self.inputs = tuple(inputs)
         self.outputs = (*outputs, OUTPUT) if result else tuple(outputs)
         self._values = {name: value for name, value in inputs.items() if value is not None}
         self._arguments = [name.removeprefix(INPUT) for name, value in inputs.items() if value is None]
         self._outputs, self._steps, self._result = dict(outputs), list(steps), result
-        self._places, self._sizes, self._conditions = list(places), list(sizes), list(conditions)
+        self._places, self._sizes, self._conditions = list(sizes.places), list(sizes.sizes), list(sizes.conditions)
         self._known_sizes: dict[tuple[int, ...], dict[Any, Any]] = {}
         self._only = None if both else module.training
-        self._changed, self.writes, self.listens = frozenset(changed), tuple(sorted(writes)), listens
-        self.uses = tuple(uses)
+        self._changed, self.writes, self.listens = frozenset(uses.changed), tuple(sorted(uses.writes)), listens
+        self.uses = tuple(uses.weights)
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
         self.check_mode()

@@ -15,7 +15,7 @@ from everstep.pipeline.frontend.compiled import is_compiled
 from everstep.pipeline.frontend.placement import built_in
 from everstep.pipeline.frontend.refs import Argument, Maker, Ref, ValueRef, compile_binder, compile_maker
 from everstep.pipeline.frontend.skeleton import make_skeleton
-from everstep.pipeline.frontend.stages import INPUT, StageModule, Step
+from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step
 from everstep.pipeline.graph import Graph, GraphNode
 
 
@@ -97,7 +97,7 @@ class Tree:
         # Nobody has seen what the blocks do: they may change what they are given, and any buffer.
         writes = [name for name, _ in module.named_buffers()]
         changed = inputs if first else self.arguments
-        return StageModule(index, module, inputs, outputs, steps, result, (), (), (), True, {}, changed, writes)
+        return StageModule(index, module, inputs, outputs, steps, result, SizeRules(), True, StageUses(changed, writes))
 
     def _weights(self, block: str) -> set[str]:
         """Return the weights of a block by their first names in the model, so that ties keep them."""

@@ -1,5 +1,4 @@
 """Choose the stage of each node: near-optimal for time, memory and links together, with a proof of how near.
 
-The search and its certificate belong here: no torch. numpy is imported by the modules that search; scipy only where a
-mixed-integer programme is asked for.
+The search and its certificate belong here: no torch. numpy is imported by the modules that search.
 """

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests and for checks beside a training.
+"""Ranks as threads of one process, for tests and benchmarks.
 
 One thread runs at a time and hands over where it has to wait, so that a run is the same each time, torch's global state
 belongs to whoever runs, and a deadlock is known at once. With a seed, who runs next and where it is interrupted is
@@ -57,7 +57,7 @@ class Fabric:
     def __init__(self, ranks: int, replicas: int = 1, *, blocking: bool = False, seed: int | None = None) -> None:
         self.ranks, self.replicas, self.blocking = ranks, replicas, blocking
         self.world = ranks * replicas
-        self.draw = random.Random(seed) if seed is not None else None  # noqa: S311 - no secrets
+        self.draw = random.Random(seed) if seed is not None else None
         self.sends: dict[tuple[int, int], deque[_Offer]] = defaultdict(deque)
         self.receives: dict[tuple[int, int], deque[_Offer]] = defaultdict(deque)
         self.told: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)

@@ -1,0 +1,322 @@
+"""Ask the policies in their order, and make one plan of what they decide."""
+
+from __future__ import annotations
+
+import re
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Phase
+from everstep_operator.plan import (
+    end,
+    form,
+    gang,
+    node_trouble,
+    plain,
+    pools,
+    replace,
+    restart,
+    starts,
+    suspend,
+    timeouts,
+    ttl,
+)
+from everstep_operator.plan.actions import CreatePods, DryRun, JobPlan, LeaderPoll, PushPeers, StopLeader
+from everstep_operator.plan.decision import Decision, parse_reason
+from everstep_operator.plan.observed import Observation, Rejection
+from everstep_operator.plan.restart import RestartBudget
+from everstep_operator.plan.situation import FORMING_PHASES, RUN_PHASES, PlanContext
+from everstep_operator.plan.starts import StartRecord
+from everstep_operator.plan.status import build_status
+
+_NOT_THERE = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
+_STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say that it stopped
+
+
+def make_plan(observed: Observation, now: float) -> JobPlan:
+    """Decide what is to be done about one job, given all that is known about it.
+
+    Args:
+        observed: The observation, taken for this pass.
+        now: Unix seconds.
+
+    Returns:
+        The status to write, and the actions that follow from it; a plan without a status for a job that is not ours.
+    """
+    s = PlanContext(observed, now)
+    if not s.job.managed_here or s.job.metadata.deletion_timestamp is not None:
+        return JobPlan()
+    if s.phase.finished:
+        actions, look = ttl.plan_after_end(s)
+        return JobPlan(s.status, actions=tuple(actions), requeue_at=look)
+    account = restart.charge_ended_generations(s, over=end.find_outcome(s) is not None)
+    begun = starts.count_start_failures(s)
+    decision = _decide_next(s, account, begun)
+    if not decision.phase.finished:
+        buried, later = node_trouble.force_delete_lost_pods(s)
+        decision = decision.with_actions(buried).requeue_at(later)
+    decision = decision.requeue_at(account.retry_at, s.degraded_at if not s.degraded else None)
+    status, events, due = build_status(s, decision)
+    looks = [*decision.requeue, *([due] if due is not None else [])]
+    if not decision.phase.finished and (deadline := timeouts.next_deadline(s)) is not None:
+        looks.append(deadline)
+    ahead = [t for t in looks if t > now]
+    return JobPlan(
+        status=status,
+        changed=status is not s.status,
+        actions=decision.actions,
+        events=events,
+        requeue_at=min(ahead) if ahead else None,
+        poll=_make_poll(s, account, decision),
+    )
+
+
+def _decide_next(s: PlanContext, account: RestartBudget, begun: StartRecord) -> Decision:
+    """Return the decision of the first policy that has something to say; what was charged is on record whoever
+    decides."""
+    own = suspend.find_own_outcome(s)
+    if s.spec.suspend and own is None:
+        return suspend.suspend_job(s).with_fields(generation=account.generation)
+    if suspend.is_resuming(s) and own is None:
+        return _resolve_template(s, Reason.RESUMED)
+    decision = (
+        (_make_end_decision(own, account) if own is not None else None)
+        or _decide_end(s, account)
+        or _handle_rejection(s)
+        or _decide_failure(s, account, begun)
+        or _resolve_anew(s)
+        or _advance_job(s, account, begun)
+    )
+    if decision.generation is None:
+        decision = decision.with_fields(generation=account.generation)
+    failure = decision.last_failure or account.last_failure
+    if failure is None and begun.fresh:
+        failure = restart.make_pod_failure(begun.failed, Reason.START_FAILED)
+        failure = failure.model_copy(update={"message": begun.message})
+    in_a_row = decision.phase is not Phase.RUNNING and decision.template is None
+    return decision.with_fields(
+        restarts=decision.restarts or account.restarts,
+        last_failure=failure,
+        start_failures=begun.record if in_a_row else None,
+    )
+
+
+def _decide_end(s: PlanContext, account: RestartBudget) -> Decision | None:
+    """Decide about a job that has an outcome, or a stop that we asked for and that has come about."""
+    outcome = end.find_outcome(s)
+    if s.phase is Phase.STOPPING and s.open is not None:
+        if outcome is not None and outcome.phase is Phase.SUCCEEDED:
+            return Decision(outcome.phase, outcome.reason, outcome.message)
+        reason, message = parse_reason(s.open.reason), _open_phase_message(s)
+        grace = s.spec.pod_template.spec.termination_grace_period_seconds or s.observed.settings.termination_grace
+        until = s.open.start.timestamp() + grace + _STOP_MARGIN
+        if end.has_stopped(s) or s.now >= until:
+            return _fail_job(s, reason, message)
+        return Decision(Phase.STOPPING, reason, message).with_actions(StopLeader(reason.value)).requeue_at(until)
+    if outcome is None:
+        return None
+    return _make_end_decision(outcome, account)
+
+
+def _make_end_decision(outcome: end.JobOutcome, account: RestartBudget) -> Decision:
+    failure = outcome.failure or account.last_failure
+    return Decision(outcome.phase, outcome.reason, outcome.message, last_failure=failure)
+
+
+def _handle_rejection(s: PlanContext) -> Decision | None:
+    """Decide about an action that the API server rejected in this very reconcile."""
+    if (refused := s.observed.rejection) is None:
+        return None
+    pods = isinstance(refused.action, (DryRun, CreatePods))
+    # What had pods before was accepted once, so a webhook or a policy has changed since: it may change back, and a job
+    # that trained for weeks shall be there then. And what is named but not there may be on its way: the order in which
+    # a tool applies a job, its service account and its priority class is nobody's fault.
+    denied = refused.kind == "Forbidden" and pods and _NOT_THERE.search(refused.message) is None
+    if s.is_first_creation and (refused.kind == "Invalid" or denied):
+        return _fail_job(s, Reason.INVALID_TEMPLATE, refused.message)
+    return _wait_while_blocked(s, refused)
+
+
+_BLOCKING = {
+    "Quota": Reason.QUOTA_EXCEEDED,
+    "Conflict": Reason.NAME_CONFLICT,
+    "Invalid": Reason.ADMISSION_REJECTED,
+}
+
+
+def _wait_while_blocked(s: PlanContext, refused: Rejection) -> Decision:
+    reason = _BLOCKING.get(refused.kind, Reason.NOT_PERMITTED)
+    phase = Phase.RESTARTING if s.phase in RUN_PHASES else Phase.PENDING
+    waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in gang.STALLING_REASONS)
+    return waiting.requeue_at(s.now + form.BLOCKED_RETRY_SECONDS)
+
+
+def _decide_failure(s: PlanContext, account: RestartBudget, begun: StartRecord) -> Decision | None:
+    """Fail the job if a budget or a limit of time is used up."""
+    if account.exhausted is not None:
+        return _fail_job(s, *account.exhausted)
+    if begun.exhausted:
+        return _fail_job(s, Reason.START_FAILED, begun.message)
+    expired = timeouts.find_expired_limit(s)
+    if expired is None or (expired[0] is not Reason.RUNTIME_TIMEOUT and _are_ranks_running(s)):
+        return None  # ranks that nobody was there to see start have started
+    if s.head is None or not s.head.running or s.plain:
+        return _fail_job(s, *expired)
+    return Decision(Phase.STOPPING, *expired).with_actions(StopLeader(expired[0].value))
+
+
+def _resolve_anew(s: PlanContext) -> Decision | None:
+    """Resolve the whole set from a new template: at the first start, in plain mode, in the next pool."""
+    if s.template is None:
+        return _resolve_template(s, Reason.CREATED)
+    if s.phase not in FORMING_PHASES:
+        return None
+    if not s.plain and (found := plain.find_agent_obstacle(s.current.values())) is not None:
+        reason, said = found
+        message = f"{reason.meaning} {said}".strip()
+        return form.resolve_new_template(
+            s, s.pool, plain=True, reason=reason, message=message, plain_reason=(reason, message)
+        )
+    pool, _ = pools.select_next_pool(s)
+    if pool is not None:
+        message = f"TrainingPool {pool.metadata.name!r} is tried next"
+        return form.resolve_new_template(s, pool, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
+    return None
+
+
+def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
+    choice = pools.select_first_pool(s)
+    if choice.problem is not None and choice.problem[0] is Reason.NAMESPACE_NOT_ALLOWED:
+        # Every pool that the job names exists and refuses it: nothing that will be here soon changes that.
+        return _fail_job(s, *choice.problem)
+    if choice.problem is not None:
+        return Decision(Phase.PENDING, *choice.problem, stalled=True).with_actions(
+            replace.make_deletion(s.observed.ours, reason)
+        )
+    plain_reason = (Reason.NO_COMMAND, Reason.NO_COMMAND.meaning) if s.spec.command is None else None
+    message = f"{s.wanted} pods are being created"
+    return form.resolve_new_template(
+        s, choice.pool, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
+    )
+
+
+def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> Decision:
+    """Keep the set whole and say where it is."""
+    if (released := form.release_pods(s)) is not None:
+        return released.with_actions(replace.make_deletion(s.stale, Reason.STOPPING))
+    decision = _determine_phase(s, account).with_fields(restarts=account.restarts)
+    if begun.message and decision.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING):
+        decision = decision.with_fields(reason=Reason.START_FAILED, message=begun.message)
+    decision = decision.with_actions(replace.make_deletion(s.stale, Reason.STOPPING))
+    if s.plain:
+        broken = [p for p in s.current.values() if restart.is_set_charged(account.restarts, p)]
+        decision = decision.with_actions(replace.make_deletion(broken, Reason.RESTARTING))
+    else:
+        gone, later = replace.list_deletable_pods(s)
+        decision = decision.with_actions(replace.make_deletion(gone, Reason.POD_LOST)).requeue_at(later)
+    decision = form.create_missing_pods(s, decision)
+    if form.has_pod_creation(decision) and decision.phase is Phase.PENDING:
+        decision = decision.with_fields(phase=Phase.SCHEDULING, reason=Reason.WAITING_FOR_CAPACITY, stalled=False)
+        decision = decision.with_fields(message=Reason.WAITING_FOR_CAPACITY.meaning)
+    elif form.has_pod_creation(decision) and decision.reason in gang.BLOCKED_REASONS:
+        decision = decision.with_fields(reason=Reason.RESTARTING, message=Reason.RESTARTING.meaning, stalled=False)
+    return _push_addresses(s, decision.requeue_at(form.next_release_check(s), pools.select_next_pool(s)[1]))
+
+
+def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
+    """Return the phase of a job that goes on."""
+    if _are_ranks_running(s):
+        known = "all pods run; nobody tells of their ranks" if s.degraded else "all ranks are started"
+        return Decision(Phase.RUNNING, Reason.RUNNING, known)
+    if s.phase in RUN_PHASES:
+        reason, message = _explain_restart(s, account)
+        return Decision(Phase.RESTARTING, reason, message, stalled=reason in gang.STALLING_REASONS)
+    if s.open is not None and s.phase is Phase.PENDING and not s.live:
+        return Decision(
+            Phase.PENDING,
+            parse_reason(s.open.reason),
+            _open_phase_message(s),
+            stalled=s.open.reason in gang.STALLING_REASONS,
+        )
+    if s.all_bound or s.phase is Phase.STARTING:
+        return Decision(Phase.STARTING, Reason.SCHEDULED, "all pods have a node; ranks are being started")
+    if s.open is not None and s.open.reason in gang.BLOCKED_REASONS:
+        return Decision(
+            Phase.PENDING,
+            parse_reason(s.open.reason),
+            _open_phase_message(s),
+            stalled=s.open.reason in gang.STALLING_REASONS,
+        )
+    text = next((p.unschedulable for p in s.live if p.unschedulable), Reason.WAITING_FOR_CAPACITY.meaning)
+    return Decision(Phase.SCHEDULING, Reason.WAITING_FOR_CAPACITY, text)
+
+
+def _are_ranks_running(s: PlanContext) -> bool:
+    if s.plain:
+        pods = s.current.values()
+        up = [p for p in pods if (p.running and p.live) or (p.ended is not None and p.ended.exit_code == 0)]
+        return len(up) == s.wanted and not any(restart.is_set_charged(s.status.restarts, p) for p in pods)
+    if len(s.live) < s.wanted:
+        return False
+    leader = s.leader
+    if leader is None:
+        # A short silence proves nothing, neither good nor bad.
+        return s.ready == s.wanted if s.degraded else s.phase is Phase.RUNNING
+    if leader.phase != "running":
+        return leader.phase == "ended" and s.phase is Phase.RUNNING
+    if s.phase is not Phase.RESTARTING or leader.epoch != s.status.epoch:
+        return True
+    # The generation that broke may still be what an older answer tells of.
+    newer = leader.generation > s.status.generation
+    return newer or (leader.running_since or 0.0) >= s.since({Phase.RESTARTING})
+
+
+def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, str]:
+    kept = next((p for p in s.current.values() if p.finalizers and p.deleting and p.ended is not None), None)
+    if kept is not None:
+        # Whose it is acts within a moment, or needs to be told: no other pod can have the name.
+        message = f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"
+        return replace.explain_loss(kept), message
+    if account.last_failure is not None:
+        return parse_reason(account.last_failure.reason), account.last_failure.message
+    if s.phase is Phase.RESTARTING and s.open is not None:
+        return parse_reason(s.open.reason), _open_phase_message(s)
+    pod = next(iter(replace.list_lost_pods(s)), None)
+    if pod is not None or replace.list_missing_indices(s):
+        return replace.explain_loss(pod), "a pod was lost; its replacement is being made"
+    return Reason.RESTARTING, Reason.RESTARTING.meaning
+
+
+def _open_phase_message(s: PlanContext) -> str:
+    """Return the message that goes with the open phase: Ready carries it."""
+    return s.status.conditions[0].message if s.status.conditions else ""
+
+
+def _fail_job(s: PlanContext, reason: Reason, message: str) -> Decision:
+    live = [p for p in s.observed.ours if p.live]
+    return Decision(Phase.FAILED, reason, message).with_actions(replace.make_deletion(live, reason))
+
+
+def _push_addresses(s: PlanContext, decision: Decision) -> Decision:
+    """Push the address table once it is complete: a generation needs every pod, a part of the table helps nobody."""
+    if s.plain or s.head is None or not s.head.running or s.wanted == 1:
+        return decision
+    if s.leader is not None and not s.leader.missing:
+        return decision
+    if len(s.live) < s.wanted or not all(p.ip for p in s.live):
+        return decision
+    port = s.observed.settings.agent_port
+    return decision.with_actions(PushPeers(s.head.epoch, {p.index: p.format_address(port) for p in s.live}))
+
+
+def _make_poll(s: PlanContext, account: RestartBudget, decision: Decision) -> LeaderPoll | None:
+    head = s.head
+    # Also while it stops for a suspension: a leader that nobody renews may not publish its last checkpoint.
+    if decision.phase.finished or s.plain or head is None or not head.running or not head.ip:
+        return None
+    if head.gone_since is not None:
+        return None  # should it still run somewhere, it shall not go on in our name
+    last = account.restarts.last
+    allowance = 0 if decision.phase is Phase.STOPPING else restart.count_remaining_restarts(s, account.restarts)
+    address = head.format_address(s.observed.settings.agent_port)
+    charged = last.id if last else ""
+    return LeaderPoll(address, head.uid, head.epoch, head.template, charged, allowance, head.token_secret, s.wanted)
