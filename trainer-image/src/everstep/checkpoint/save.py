@@ -86,6 +86,12 @@ class WriterConnection:
             self.close()
             raise
 
+    def tell_if_connected(self, verb: str) -> None:
+        """Tell the writer, unless it was lost; wait for nothing, and start no other one."""
+        if self._link is not None:
+            with contextlib.suppress(WriterLost):
+                self._link.tell(verb)
+
     def answer(self, number: int, timeout: float = control.ANSWER_TIMEOUT) -> Any:
         """See WriterLink.answer."""
         if self._link is None:
@@ -290,9 +296,13 @@ class Saver:
         if not self._staging.wait_until_copied(timeout_seconds):
             return False
         slot, record = self._copying
-        self._copying = None
-        slot.record(self._topology.local, record)
-        self._node.tell("filled", key=str(record.key))
+        try:
+            slot.record(self._topology.local, record)
+            self._node.tell("filled", key=str(record.key))
+        except Exception:
+            self._copying = None
+            raise
+        self._copying = None  # only now: where a signal's handler has interrupted us, the next call says it again
         return True
 
     def drop(self, key: Key, why: str) -> None:
