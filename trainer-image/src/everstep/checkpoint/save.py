@@ -20,7 +20,7 @@ from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.planning import WritePlan
 from everstep.checkpoint.same_step import check_same_step
-from everstep.checkpoint.slot_files import check_is_own
+from everstep.checkpoint.slot_files import check_is_own, explain_removed
 from everstep.checkpoint.slots import PartRecord, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
@@ -299,6 +299,9 @@ class Saver:
         try:
             slot.record(self._topology.local, record)
             self._node.tell("filled", key=str(record.key))
+        except FileNotFoundError as error:
+            self._copying = None
+            raise CheckpointError(explain_removed(slot.path)) from error
         except Exception:
             self._copying = None
             raise

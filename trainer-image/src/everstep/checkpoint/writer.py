@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import attempts, control, peer_copies, room
+from everstep.checkpoint import attempts, control, peer_copies, room, slot_files
 from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError, NoSlot, RankLost
 from everstep.checkpoint.filling import Filling
@@ -360,9 +360,14 @@ class Writer:
 
     def _fill(self, key: Key, local: int) -> None:
         assert self._config is not None
-        if self._filling.fill(key, local, len(self._config.ranks)):
-            slot, claim = next((slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key == key)
-            self._storing.start(slot, claim, self._config)
+        if not self._filling.fill(key, local, len(self._config.ranks)):
+            return
+        for slot in self._slots:
+            if (claim := slot.claimed()) is not None and claim.key == key:
+                self._storing.start(slot, claim, self._config)
+                return
+        # No rank waits for an answer: all learn it from a report.
+        self._report({"event": "failed", "key": str(key), "why": slot_files.explain_removed(self._slots.directory)})
 
     def _is_summing(self) -> bool:
         """Tell whether something that all ranks have filled is going to be whole."""
