@@ -40,6 +40,7 @@ from everstep.checkpoint import room
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, NoSlot, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode_manifest, encode_manifest
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.paths import make_absolute
 from everstep.checkpoint.slot_files import (
     MEMORY_VARIABLE,
     allocate_file,
@@ -109,7 +110,7 @@ class PartRecord:
 
 def default_memory() -> Path:
     """Return the node's shared memory: /dev/shm, or what EVERSTEP_CHECKPOINT_MEMORY names."""
-    return Path(os.environ.get(MEMORY_VARIABLE) or MEMORY).absolute()
+    return make_absolute(os.environ.get(MEMORY_VARIABLE) or MEMORY, "the memory for checkpoints")
 
 
 def default_directory(url: str, place: int) -> Path:
