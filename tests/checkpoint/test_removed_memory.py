@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import everstep  # noqa: E402
+from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
+from everstep.checkpoint.save import WriterConnection  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
 from tests.checkpoint.writers import until  # noqa: E402
@@ -69,3 +73,58 @@ def test_saves_go_on_when_the_memory_was_removed(removal: str, tmp_path: Path) -
 
 def test_saves_of_several_ranks_go_on_when_the_memory_was_removed(tmp_path: Path) -> None:
     assert ranks.run(2, save_before_and_after, tmp_path, "all of it") == [[1, 2, 3, 4, 5, 6]] * 2
+
+
+def remove_parts(memory: Path) -> None:
+    for part in memory.glob("[0-9]/*.part"):
+        part.unlink()
+
+
+def remove_during(rank: int, folder: Path, moment: str, removal: str) -> tuple[list[str], list[int]]:
+    """Return what is told of a save whose slot is removed while rank 0 takes part in it, and the steps that are."""
+    told: list[str] = []
+    saved: list[int] = []
+
+    def remove() -> None:
+        memory = folder / "memory"
+        remove_parts(memory) if removal == "its parts" else REMOVALS[removal](memory)
+
+    with session(folder, every_steps=1000, timeout=3600.0, commit_timeout=3600.0) as ckpt:
+        ckpt.on("failed", lambda event: told.append(event.why))
+        ckpt.on("saved", lambda event: saved.append(event.key.step if event.key is not None else -1))
+        ckpt.track(state={"weights": torch.zeros(1000)})
+        for step in (1, 2, 3):
+            if step == 2 and rank == 0:
+                before(ckpt._claimed().node if moment == "it is announced" else ckpt._claimed().saver, remove)
+            assert ckpt.save(step).saves
+            with contextlib.suppress(SaveFailed):
+                ckpt.wait()
+    return told, saved
+
+
+def before(patched: Any, remove: Callable[[], None]) -> None:
+    """Remove the slots right before they are told to be filled, or before that is recorded there; once."""
+    name = "tell" if isinstance(patched, WriterConnection) else "finish_copy"
+    method = getattr(patched, name)
+
+    def patch(*args: Any, **fields: Any) -> Any:
+        if args == ("filled",) or (name == "finish_copy" and patched.copying is not None):
+            setattr(patched, name, method)
+            remove()
+        return method(*args, **fields)
+
+    setattr(patched, name, patch)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("removal", ["all of it", "its slots", "its parts"])
+@pytest.mark.parametrize("moment", ["it is copied", "it is announced"])
+def test_a_save_whose_slot_is_removed_meanwhile_fails_at_once_and_the_next_one_is_taken(
+    moment: str, removal: str, world: int, tmp_path: Path
+) -> None:
+    """Before, all waited until the limit of a commit."""
+    for told, saved in ranks.run(world, remove_during, tmp_path, moment, removal):
+        assert len(told) == 1
+        assert "was removed by another process while the run saved there" in told[0]
+        assert str(tmp_path / "memory") in told[0]
+        assert saved == [1, 3]

@@ -21,6 +21,9 @@ from everstep.checkpoint.store.base import open_store
 _log = logging.getLogger("everstep.checkpoint")
 
 
+_NEVER = 0  # as the number of a connection
+
+
 class SaveFailed(CheckpointError):
     """The last save is not in the store; earlier ones are as they were."""
 
@@ -88,6 +91,15 @@ class SaveOutcomes:
 
     def poll(self, timeout_seconds: float) -> None:
         """Hear what the writer of this node has to say about its saves."""
+        try:
+            self._hear_writer(timeout_seconds)
+        except Exception:
+            raise
+        except BaseException:  # of a signal's handler: what was read by then is lost, and the writer is asked for it
+            self._asked = _NEVER
+            raise
+
+    def _hear_writer(self, timeout_seconds: float) -> None:
         try:
             reports = self._node.reports(timeout_seconds)
             if self._asked != self._node.connections and self.pending:  # what ended in between, we were not told
@@ -176,11 +188,12 @@ class SaveOutcomes:
         """Note how a save ended, which rank 0 tells the others; do nothing where that is not known (None)."""
         if result is None or number not in self.pending:
             return
-        key = self.pending.pop(number)
+        key = self.pending[number]
+        if self._leads:
+            self._results.leave(number, result)  # first: a signal's handler may interrupt us, and others wait for it
+        del self.pending[number]
         is_newest, self._newest_ended = number > self._newest_ended, max(number, self._newest_ended)
         self._retrying.discard(number)
-        if self._leads:
-            self._results.leave(number, result)
         self._results.mark_read(min(self.pending, default=self.number + 1) - 1)
         if "failed" in result:
             self._metrics.failed += 1

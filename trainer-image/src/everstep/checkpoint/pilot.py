@@ -140,7 +140,7 @@ class SaveCoordinator:
 
     def wait(self, timeout: float | None) -> None:
         """See Checkpointer.wait."""
-        limit = self.commit_timeout + self.timeout if timeout is None else timeout
+        limit = self._limit if timeout is None else timeout
         until = time.monotonic() + limit
         outcomes = self._outcomes
         while outcomes.pending and (left := until - time.monotonic()) > 0:
@@ -160,14 +160,19 @@ class SaveCoordinator:
         requested, self._requested = self._requested, None
         try:
             if wait:
-                self.wait(None)
-        finally:
-            if wait:
-                self._end.say_goodbye(self._read_notes, self.saver.world, self.timeout)
+                self._end.leave_in_order(
+                    self.wait, self._read_notes, self.saver.world, timeout=self.timeout, limit=self._limit
+                )
             else:
-                self._end.say_goodbye_briefly()
+                self._end.leave_briefly()
+        finally:
             if requested is not None:
                 tell_unmet_request(self.events, requested[1], wait)
+
+    @property
+    def _limit(self) -> float:
+        """Return the seconds that a save may take until all ranks know that it is in the store."""
+        return self.commit_timeout + self.timeout
 
     # ---- rank 0's choices
 
@@ -296,8 +301,8 @@ class SaveCoordinator:
         looked, self._looked = self._looked, time.monotonic()
         there = self.board.count("notes")
         while self._notes < there:
-            self._notes += 1
-            note = self.board.read(f"n/{self._notes}", 5.0)  # it is counted before it is left
+            note = self.board.read(f"n/{self._notes + 1}", 5.0)  # it is counted before it is left
+            self._notes += 1  # only now: a signal's handler may interrupt us while we wait
             self.board.remove(f"n/{self._notes}")
             if note is None:
                 continue

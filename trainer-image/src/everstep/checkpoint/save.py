@@ -20,7 +20,7 @@ from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.planning import WritePlan
 from everstep.checkpoint.same_step import check_same_step
-from everstep.checkpoint.slot_files import check_is_own
+from everstep.checkpoint.slot_files import check_is_own, explain_removed
 from everstep.checkpoint.slots import PartRecord, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
@@ -85,6 +85,12 @@ class WriterConnection:
         except WriterLost:
             self.close()
             raise
+
+    def tell_if_connected(self, verb: str) -> None:
+        """Tell the writer, unless it was lost; wait for nothing, and start no other one."""
+        if self._link is not None:
+            with contextlib.suppress(WriterLost):
+                self._link.tell(verb)
 
     def answer(self, number: int, timeout: float = control.ANSWER_TIMEOUT) -> Any:
         """See WriterLink.answer."""
@@ -290,9 +296,16 @@ class Saver:
         if not self._staging.wait_until_copied(timeout_seconds):
             return False
         slot, record = self._copying
-        self._copying = None
-        slot.record(self._topology.local, record)
-        self._node.tell("filled", key=str(record.key))
+        try:
+            slot.record(self._topology.local, record)
+            self._node.tell("filled", key=str(record.key))
+        except FileNotFoundError as error:
+            self._copying = None
+            raise CheckpointError(explain_removed(slot.path)) from error
+        except Exception:
+            self._copying = None
+            raise
+        self._copying = None  # only now: where a signal's handler has interrupted us, the next call says it again
         return True
 
     def drop(self, key: Key, why: str) -> None:

@@ -27,6 +27,7 @@ from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.inference_mode import making_normal_tensors
 from everstep.checkpoint.keys import Attempt, Key, check_deadline, check_step
 from everstep.checkpoint.outcomes import SaveFailed
+from everstep.checkpoint.paths import make_absolute
 from everstep.checkpoint.peers import serve_reads
 from everstep.checkpoint.pilot import Forecast, Policy, SaveCoordinator
 from everstep.checkpoint.restore import Restored, Restorer
@@ -113,7 +114,12 @@ class Checkpointer:
         self._group = open_host_group(timeout)
         self._topology = topology.find_topology(self._group)
         self._options = dict(options or {})
-        self.store: Store = open_store(store, **self._options)
+
+        def open_places() -> tuple[Store, Path, Path | None]:
+            own = None if memory is None else make_absolute(memory, "memory=")  # the writer works in another folder
+            return open_store(store, **self._options), default_memory(), own
+
+        self.store, shared, own = run_on_all_ranks(open_places, self._group)  # else others wait for one that cannot
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
         self.attempt: Attempt | None = None
@@ -125,9 +131,8 @@ class Checkpointer:
             "insist": peers == 1,
         }
         self._keeps_copies = self._topology.nodes > 1 and peers != 0
-        place = topology.find_place(self._topology, default_memory(), self._group)
-        # The writer works in another folder than we do.
-        self._directory = Path(memory).absolute() if memory is not None else default_directory(self.store.url, place)
+        place = topology.find_place(self._topology, shared, self._group)
+        self._directory = own if own is not None else default_directory(self.store.url, place)
         self._linger = given["linger"]
         self._node: WriterConnection | None = None
         self._process = os.getpid()
@@ -138,11 +143,10 @@ class Checkpointer:
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
         self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
-        board: KVStore = SharedKVStore.open(self._group, timeout) if self._group is not None else LocalKVStore()
-        self._agreement = Agreement(board, self._topology.rank, timeout)
-        self._board = board
-        self._arrivals = Arrivals(board, self._topology.rank, self._group)
-        self._vote = RestoreConsensus(board, self._topology.rank, self._topology.world, timeout)
+        self._board: KVStore = SharedKVStore.open(self._group, timeout) if self._group is not None else LocalKVStore()
+        self._agreement = Agreement(self._board, self._topology.rank, timeout)
+        self._arrivals = Arrivals(self._board, self._topology.rank, self._group)
+        self._vote = RestoreConsensus(self._board, self._topology.rank, self._topology.world, timeout)
         self._policy: Policy = policy
         self._timeout = timeout
         self._commit_timeout = commit_timeout

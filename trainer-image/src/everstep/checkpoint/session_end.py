@@ -55,21 +55,55 @@ class SessionEnd:
         self._agreement = agreement
         self._outcomes = outcomes
 
-    def say_goodbye(self, hear: Callable[[], None], world: int, timeout_seconds: float) -> None:
-        """Leave in order. Rank 0 waits for the others, which may have more to do before they close than it has.
+    def leave_in_order(
+        self,
+        wait: Callable[[float], None],
+        hear: Callable[[], None],
+        world: int,
+        *,
+        timeout: float,
+        limit: float,
+    ) -> None:
+        """Wait for the last commit and for other ranks, also where a signal's handler calls sys.exit(0) meanwhile.
+
+        So a process ends well that is told to end and has some time left. Whatever else interrupts, as Ctrl-C does,
+        ends the wait.
 
         Args:
+            wait: Waits for so many seconds until what was saved is in the store.
             hear: Reads what others tell rank 0, and adds to `ended`.
             world: The number of ranks.
-            timeout_seconds: How long rank 0 waits for ranks of which nothing is known.
-        """
-        self._outcomes.guard(lambda: self._node.call_until_heard("bye"))
-        with contextlib.suppress(AgreementLost):
-            self._tell_end()
-            if self._agreement.leads:
-                self._wait_for_others(hear, world, timeout_seconds)
+            timeout: In seconds: how long rank 0 waits for ranks of which nothing is known.
+            limit: In seconds: how long is waited for the commit, with all interruptions.
 
-    def say_goodbye_briefly(self) -> None:
+        Raises:
+            SystemExit: The handler's, when all is done.
+            SaveFailed: The last save did not get there.
+        """
+        until = time.monotonic() + limit
+        exited: SystemExit | None = None
+        while True:
+            try:
+                try:
+                    wait(limit if exited is None else max(0.0, until - time.monotonic()))
+                except Exception:
+                    self._say_goodbye(hear, world, timeout)
+                    raise
+                self._say_goodbye(hear, world, timeout)
+            except Exception:
+                raise
+            except BaseException as error:
+                if not isinstance(error, SystemExit) or error.code:
+                    self._node.tell_if_connected("bye")
+                    self.leave_briefly()
+                    raise
+                exited = error
+            else:
+                break
+        if exited is not None:
+            raise exited
+
+    def leave_briefly(self) -> None:
         """Leave after an error: nobody is waited for, not even a board that does not answer."""
 
         def tell_end() -> None:
@@ -80,6 +114,14 @@ class SessionEnd:
         with contextlib.suppress(RuntimeError):  # no more threads: the error that ends the session is what counts
             telling.start()
             telling.join(_BRIEF)
+
+    def _say_goodbye(self, hear: Callable[[], None], world: int, timeout_seconds: float) -> None:
+        """Leave in order. Rank 0 waits for the others, which may have more to do before they close than it has."""
+        self._outcomes.guard(lambda: self._node.call_until_heard("bye"))
+        with contextlib.suppress(AgreementLost):
+            self._tell_end()
+            if self._agreement.leads:
+                self._wait_for_others(hear, world, timeout_seconds)
 
     def _tell_end(self) -> None:
         if self._agreement.leads:

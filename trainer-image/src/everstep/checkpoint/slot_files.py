@@ -160,6 +160,18 @@ def replace_file(path: Path, content: bytes | Mapping[str, object]) -> None:
         raise
 
 
+def explain_removed(path: Path) -> str:
+    """Return the words for a file or folder of slots that somebody has removed under a live run.
+
+    Args:
+        path: The slot, or the folder of all of them.
+    """
+    return (
+        f"{path} was removed by another process while the run saved there: nothing but everstep may remove what is in "
+        "the memory for checkpoints; the next save makes it anew"
+    )
+
+
 def list_files(directory: Path) -> list[Path]:
     """Return what is in a directory, in order; nothing where it has been removed by now, or is another user's."""
     try:

@@ -40,6 +40,7 @@ from everstep.checkpoint import room
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, NoSlot, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode_manifest, encode_manifest
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.paths import make_absolute
 from everstep.checkpoint.slot_files import (
     MEMORY_VARIABLE,
     allocate_file,
@@ -109,7 +110,7 @@ class PartRecord:
 
 def default_memory() -> Path:
     """Return the node's shared memory: /dev/shm, or what EVERSTEP_CHECKPOINT_MEMORY names."""
-    return Path(os.environ.get(MEMORY_VARIABLE) or MEMORY).absolute()
+    return make_absolute(os.environ.get(MEMORY_VARIABLE) or MEMORY, "the memory for checkpoints")
 
 
 def default_directory(url: str, place: int) -> Path:
@@ -294,6 +295,10 @@ class Slots:
             if (claim := slot.claimed()) and slot.state in (SlotState.WHOLE, SlotState.STORED)
         ]
         return self[max(whole)[1]] if whole else None
+
+    def find_claimed(self, key: Key) -> tuple[Slot, Claim] | None:
+        """Return the slot that a checkpoint has claimed, with its claim."""
+        return next(((slot, claim) for slot in self if (claim := slot.claimed()) and claim.key == key), None)
 
     def find_newest_claimed(self, run: str | None = None, without: Attempt | None = None) -> Key | None:
         """Return the greatest checkpoint that these slots are for and that may still get into the store.

@@ -13,6 +13,7 @@ from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.keeping import Committed, Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.slot_files import explain_removed
 from everstep.checkpoint.slots import Claim, Slot, Slots
 
 _log = logging.getLogger("everstep.checkpoint.writer")
@@ -125,6 +126,8 @@ class Storing:
         except Exception as error:  # whatever a store does, the next save gets its chance
             _log.exception("%s was not saved", key)
             why = f"{error}" or repr(error)
+            if isinstance(error, FileNotFoundError) or not save.slot.path.exists():  # a store's errors are others
+                why = explain_removed(save.slot.path)
             if isinstance(error, Fenced):  # that will not pass
                 self._void.add(key)
         else:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import attempts, control
+from everstep.checkpoint import attempts, control, slot_files
 from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError, NoSlot, RankLost
 from everstep.checkpoint.filling import Filling
@@ -305,13 +305,11 @@ class Writer:
             raise CheckpointError(f"attempt {self._config.attempt} has taken over this node from {rank.run.attempt}")
         self._filling.check(key)
         newest = {its.local: each for each, its in self._ranks.items() if its.run == rank.run}
-        for slot in self._slots:
-            claim = slot.claimed()
-            if claim is not None and claim.key == key:
-                if key not in self._filling:
-                    raise CheckpointError(f"{key} was given up")
-                self._filling.begin(key, rank.local, writer, newest)
-                return slot.number
+        if (found := self._slots.find_claimed(key)) is not None:
+            if key not in self._filling:
+                raise CheckpointError(f"{key} was given up")
+            self._filling.begin(key, rank.local, writer, newest)
+            return found[0].number
         self._membership.check_present(newest, ranks)
         slot = choose_slot(self._slots, self._config.slots, self._storing.saves.values(), self._filling)
         slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
@@ -320,9 +318,13 @@ class Writer:
 
     def _fill(self, key: Key, local: int) -> None:
         assert self._config is not None
-        if self._filling.fill(key, local, len(self._config.ranks)):
-            slot, claim = next((slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key == key)
-            self._storing.start(slot, claim, self._config)
+        if not self._filling.fill(key, local, len(self._config.ranks)):
+            return
+        if (found := self._slots.find_claimed(key)) is not None:
+            self._storing.start(*found, self._config)
+            return
+        # No rank waits for an answer: all learn it from a report.
+        self._report({"event": "failed", "key": str(key), "why": slot_files.explain_removed(self._slots.directory)})
 
     def _is_summing(self) -> bool:
         """Tell whether something that all ranks have filled is going to be whole."""
@@ -337,10 +339,8 @@ class Writer:
         self._storing.give_up(key, why)
         if not self._filling.give_up(key, why):
             return
-        for slot in self._slots:
-            claim = slot.claimed()
-            if claim is not None and claim.key == key:
-                slot.release()
+        if (found := self._slots.find_claimed(key)) is not None:
+            found[0].release()
         self._report({"event": "failed", "key": str(key), "why": why})
 
     def _copied(self, key: Key, why: str | None) -> None:

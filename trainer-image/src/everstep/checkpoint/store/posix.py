@@ -18,6 +18,7 @@ from pathlib import Path
 
 from everstep.checkpoint.errors import Damaged, Denied, Full, Missing, StoreError
 from everstep.checkpoint.keys import FOLDERS, RUN
+from everstep.checkpoint.paths import make_absolute
 from everstep.checkpoint.store.base import ObjectReader, StoredObject, check_name
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.mounts import is_on_this_machine
@@ -45,7 +46,7 @@ class PosixStore:
 
     def __init__(self, folder: str | os.PathLike[str], *, files: Files | None = None) -> None:
         # One folder has one name, however it is spelled: the slots of a store are found by it.
-        self._root = Path(os.path.realpath(folder))
+        self._root = Path(os.path.realpath(make_absolute(folder, "the store")))
         self._files = files or Files()
         self._folder = RootFolder(self._root)
         self._anchored = False

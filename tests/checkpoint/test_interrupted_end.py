@@ -1,0 +1,187 @@
+"""A signal's handler interrupts the end of a session, or a wait: sys.exit(0) abandons no commit, Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from everstep.checkpoint.control import WriterLink
+from everstep.checkpoint.message_series import MessageSeries
+from everstep.checkpoint.save import WriterConnection
+from everstep.checkpoint.session import Checkpointer
+from tests.checkpoint.ranks import run
+from tests.checkpoint.sessions import Model, session, steps_in
+from tests.checkpoint.writers import until
+
+pytestmark = pytest.mark.torch
+
+HANDLERS: dict[type[BaseException], Callable[..., None]] = {
+    SystemExit: lambda *_: sys.exit(0),
+    KeyboardInterrupt: signal.default_int_handler,
+}
+
+
+@contextlib.contextmanager
+def handled_by(handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def interrupt_once(patched: Any, name: str, when: Callable[[Any], bool]) -> list[str]:
+    """This process gets SIGTERM right after the first call of a method whose result is such a one, which is lost."""
+    method, done = getattr(patched, name), []
+
+    def interrupted(*args: Any) -> Any:
+        found = method(*args)
+        if not done and when(found):
+            done.append(name)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    setattr(patched, name, interrupted)
+    return done
+
+
+def tells_of_save(reports: list[dict[str, Any]], step: int) -> bool:
+    return any(each["event"] == "saved" and each["key"].endswith(f"-{step:012}") for each in reports)
+
+
+def test_a_handler_that_exits_well_during_the_final_wait_loses_no_commit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it interrupts just after the writer's word has come."""
+    monkeypatch.setattr(WriterLink, "reports", WriterLink.reports)
+    told: list[int | None] = []
+
+    def script() -> None:
+        with session(folder, commit_timeout=3600.0) as ckpt:
+            ckpt.on("saved", lambda event: told.append(event.key and event.key.step))
+            ckpt.track(model=Model())
+            ckpt.save(1)
+            ckpt.wait()
+            ckpt.save(2)
+            interrupt_once(WriterLink, "reports", lambda found: tells_of_save(found, 2))
+
+    with handled_by(HANDLERS[SystemExit]), pytest.raises(SystemExit) as exited:
+        script()
+    assert exited.value.code == 0
+    assert told == steps_in(folder) == [1, 2]
+    until(lambda: not (folder / "memory").exists(), "the memory is given back")
+
+
+def test_a_handler_that_exits_before_the_commit_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer stands still until the handler has run: nothing is in the store before."""
+    monkeypatch.setattr(WriterLink, "reports", WriterLink.reports)
+    writer: list[int] = []
+
+    def leave(*_: object) -> None:
+        assert steps_in(folder) == [1]
+        os.kill(writer[0], signal.SIGCONT)
+        sys.exit(0)
+
+    def script() -> None:
+        with session(folder, commit_timeout=3600.0) as ckpt:
+            ckpt.track(model=Model())
+            ckpt.save(1)
+            ckpt.wait()
+            ckpt.save(2)
+            stop_writer(ckpt, writer)
+            interrupt_once(WriterLink, "reports", lambda _: True)
+
+    with handled_by(leave), pytest.raises(SystemExit):
+        script()
+    assert steps_in(folder) == [1, 2]
+
+
+def stop_writer(ckpt: Checkpointer, writer: list[int]) -> None:
+    link = ckpt._claimed().node._link
+    assert link is not None
+    writer.append(link.pid)
+    os.kill(link.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_whatever_else_interrupts_the_final_wait_ends_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]
+) -> None:
+    """Ctrl-C, or an exit that tells of a failure; a writer that stands still is not waited for either."""
+    monkeypatch.setattr(WriterLink, "reports", WriterLink.reports)
+    writer: list[int] = []
+
+    def script() -> None:
+        with session(folder, commit_timeout=3600.0) as ckpt:
+            ckpt.track(model=Model())
+            ckpt.save(1)
+            stop_writer(ckpt, writer)
+            interrupt_once(WriterLink, "reports", lambda _: True)
+
+    began = time.monotonic()
+    handler = HANDLERS[interrupt] if interrupt is KeyboardInterrupt else lambda *_: sys.exit(1)
+    with handled_by(handler), pytest.raises(interrupt):
+        script()
+    assert time.monotonic() - began < 50  # two minutes for a writer that does not answer, an hour for its commit
+    os.kill(writer[0], signal.SIGCONT)
+    until(lambda: steps_in(folder) == [1], "what was filled is stored")
+
+
+@pytest.mark.parametrize("interrupt", [SystemExit, KeyboardInterrupt])
+def test_a_wait_that_is_interrupted_may_be_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]
+) -> None:
+    monkeypatch.setattr(WriterLink, "reports", WriterLink.reports)
+    told: list[int | None] = []
+    with handled_by(HANDLERS[interrupt]), session(folder, commit_timeout=3600.0) as ckpt:
+        ckpt.on("saved", lambda event: told.append(event.key and event.key.step))
+        ckpt.track(model=Model())
+        ckpt.save(1)
+        interrupt_once(WriterLink, "reports", lambda found: tells_of_save(found, 1))
+        with pytest.raises(interrupt):
+            ckpt.wait()
+        ckpt.wait()
+        assert told == [1]
+        ckpt.save(2)
+    assert told == steps_in(folder) == [1, 2]
+
+
+def is_interrupted_everywhere(rank: int, folder: Path) -> tuple[list[str], list[int | None]]:
+    """Rank 0 while it waits for its writer and for rank 1, rank 1 while it waits for rank 0."""
+    told: list[int | None] = []
+    interrupted: list[list[str]] = []
+
+    def script() -> None:
+        with session(folder, commit_timeout=3600.0) as ckpt:
+            ckpt.on("saved", lambda event: told.append(event.key and event.key.step))
+            ckpt.track(model=Model())
+            ckpt.save(1)
+            if rank == 0:
+                interrupted.append(interrupt_once(WriterLink, "reports", lambda found: tells_of_save(found, 1)))
+                interrupted.append(interrupt_once(WriterConnection, "list_lost_ranks", lambda _: True))
+            else:
+                interrupted.append(interrupt_once(MessageSeries, "read", lambda found: found is not None))
+                interrupted.append(interrupt_once(WriterConnection, "call_until_heard", lambda _: True))
+
+    with handled_by(HANDLERS[SystemExit]), pytest.raises(SystemExit) as exited:
+        script()
+    assert exited.value.code == 0
+    return [name for each in interrupted for name in each], told
+
+
+def test_no_rank_abandons_the_others_at_the_end(folder: Path) -> None:
+    assert run(2, is_interrupted_everywhere, folder) == [
+        (["reports", "list_lost_ranks"], [1]),
+        (["read", "call_until_heard"], [1]),
+    ]
+    assert steps_in(folder) == [1]
