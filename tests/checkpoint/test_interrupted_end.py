@@ -42,7 +42,8 @@ def handled_by(handler: Any) -> Iterator[None]:
 
 def interrupt_once(patched: Any, name: str, when: Callable[[Any], bool]) -> list[str]:
     """This process gets SIGTERM right after the first call of a method whose result is such a one, which is lost."""
-    method, done = getattr(patched, name), []
+    method = getattr(patched, name)
+    done: list[str] = []
 
     def interrupted(*args: Any) -> Any:
         found = method(*args)
@@ -68,7 +69,7 @@ def test_a_handler_that_exits_well_during_the_final_wait_loses_no_commit(
 
     def script() -> None:
         with session(folder, commit_timeout=3600.0) as ckpt:
-            ckpt.on("saved", lambda event: told.append(event.key and event.key.step))
+            ckpt.on("saved", lambda event: told.append(event.key.step if event.key else None))
             ckpt.track(model=Model())
             ckpt.save(1)
             ckpt.wait()
@@ -144,7 +145,7 @@ def test_a_wait_that_is_interrupted_may_be_made_again(
     monkeypatch.setattr(WriterLink, "reports", WriterLink.reports)
     told: list[int | None] = []
     with handled_by(HANDLERS[interrupt]), session(folder, commit_timeout=3600.0) as ckpt:
-        ckpt.on("saved", lambda event: told.append(event.key and event.key.step))
+        ckpt.on("saved", lambda event: told.append(event.key.step if event.key else None))
         ckpt.track(model=Model())
         ckpt.save(1)
         interrupt_once(WriterLink, "reports", lambda found: tells_of_save(found, 1))
@@ -163,7 +164,7 @@ def is_interrupted_everywhere(rank: int, folder: Path) -> tuple[list[str], list[
 
     def script() -> None:
         with session(folder, commit_timeout=3600.0) as ckpt:
-            ckpt.on("saved", lambda event: told.append(event.key and event.key.step))
+            ckpt.on("saved", lambda event: told.append(event.key.step if event.key else None))
             ckpt.track(model=Model())
             ckpt.save(1)
             if rank == 0:

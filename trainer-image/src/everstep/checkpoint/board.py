@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from everstep.checkpoint import address
+from everstep.checkpoint.bounded_calls import BoundedCalls
 from everstep.checkpoint.collectives import broadcast_from_first
 from everstep.checkpoint.errors import CheckpointError
 
@@ -21,6 +22,7 @@ _PIECE = 4 << 20  # bytes; a TCPStore hangs up on who brings it more than 8 MiB 
 _PACKED = b"z"  # no JSON begins like that
 # Seconds between two looks for a message. Not TCPStore.wait(): torch prints two lines each time that one times out.
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0001, 0.25, 1.3
+_PATIENCE = 300.0  # seconds
 _LOOKS_AT_ONCE = 8  # without a pause
 
 
@@ -83,14 +85,16 @@ class SharedKVStore:
     Names begin with a secret that is told by one broadcast, since a TCPStore asks nobody who they are.
     """
 
-    def __init__(self, store: dist.Store, secret: str, ranks: int) -> None:
+    def __init__(self, store: dist.Store, secret: str, ranks: int, timeout: float = _PATIENCE) -> None:
+        """`timeout`: in seconds; a TCPStore whose host was stopped would never answer."""
         self.ranks = ranks
         self._store = store
         self._secret = secret
+        self._calls = BoundedCalls(timeout)
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout: float) -> SharedKVStore:
-        """Collective over `group` (gloo): all ranks of the run. `timeout` in seconds, to connect."""
+        """Collective over `group` (gloo), all ranks of the run. `timeout`: in seconds, to connect and for an answer."""
         limit = datetime.timedelta(seconds=timeout)
         given = os.environ.get("MASTER_ADDR") or ""
         told: tuple[str, str, int, str] = ("", "", 0, "")
@@ -101,8 +105,13 @@ class SharedKVStore:
         if dist.get_rank() != 0:
             if not given and machine == socket.gethostname():
                 host = "localhost"  # it may have no network
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        return cls(store, secret, dist.get_world_size(group))
+            try:
+                store = BoundedCalls(timeout).run(
+                    dist.TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=limit
+                )
+            except (RuntimeError, TimeoutError) as error:
+                raise _make_agreement_lost(error) from error
+        return cls(store, secret, dist.get_world_size(group), timeout)
 
     def leave(self, name: str, message: Any) -> None:
         full, data = f"{self._secret}/{name}", json.dumps(message).encode()
@@ -111,17 +120,17 @@ class SharedKVStore:
                 packed = zlib.compress(data, 1)
                 starts = range(0, len(packed), _PIECE)
                 for i, start in enumerate(starts):
-                    self._store.set(f"{full}/{i}", packed[start : start + _PIECE])
+                    self._calls.run(self._store.set, f"{full}/{i}", packed[start : start + _PIECE])
                 data = _PACKED + b"%d" % len(starts)  # last: who sees it finds the pieces
-            self._store.set(full, data)
-        except RuntimeError as error:
+            self._calls.run(self._store.set, full, data)
+        except (RuntimeError, TimeoutError) as error:
             raise _make_agreement_lost(error) from error
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
         full = f"{self._secret}/{name}"
         until, pause, looks = time.monotonic() + timeout, _FIRST_PAUSE, 0
         try:
-            while not self._store.check([full]):
+            while not self._calls.run(self._store.check, [full]):
                 if (left := until - time.monotonic()) <= 0:
                     return None
                 looks += 1
@@ -129,34 +138,37 @@ class SharedKVStore:
                     time.sleep(min(pause, left))
                     pause = min(_GROWTH * pause, _LONGEST_PAUSE)
             return self._found(full)
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise _make_agreement_lost(error) from error
 
     def remove(self, name: str) -> None:
         full = f"{self._secret}/{name}"
         try:
-            if self._store.check([full]):
-                pieces = self._pieces(full, self._store.get(full))
+            if self._calls.run(self._store.check, [full]):
+                pieces = self._pieces(full, self._get(full))
                 for each in (full, *pieces):
-                    self._store.delete_key(each)
-        except RuntimeError as error:
+                    self._calls.run(self._store.delete_key, each)
+        except (RuntimeError, TimeoutError) as error:
             raise _make_agreement_lost(error) from error
 
     def count(self, name: str, more: int = 0) -> int:
         try:
-            return int(self._store.add(f"{self._secret}/{name}", more))
-        except RuntimeError as error:
+            return int(self._calls.run(self._store.add, f"{self._secret}/{name}", more))
+        except (RuntimeError, TimeoutError) as error:
             raise _make_agreement_lost(error) from error
 
     def _found(self, full: str) -> Any:
-        data = self._store.get(full)
+        data = self._get(full)
         pieces = self._pieces(full, data)
-        return json.loads(zlib.decompress(b"".join(map(self._store.get, pieces))) if pieces else data)
+        return json.loads(zlib.decompress(b"".join(map(self._get, pieces))) if pieces else data)
+
+    def _get(self, full: str) -> bytes:
+        return bytes(self._calls.run(self._store.get, full))
 
     def _pieces(self, full: str, data: bytes) -> list[str]:
         """Return the keys of the message's pieces, if it was too large for one; else none."""
         return [f"{full}/{i}" for i in range(int(data[1:]))] if data.startswith(_PACKED) else []
 
 
-def _make_agreement_lost(error: RuntimeError) -> AgreementLost:
+def _make_agreement_lost(error: RuntimeError | TimeoutError) -> AgreementLost:
     return AgreementLost(f"rank 0, which decides when to save, cannot be reached: {str(error).splitlines()[0]}")

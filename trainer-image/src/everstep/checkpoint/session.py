@@ -391,9 +391,11 @@ class Checkpointer:
             return self._pilot
         if self._objects is None:
             raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
-        node = self._node = self._node or self._claim()
+        with self._arrivals.naming_absent("the first step() or save()"):
+            node = self._node = self._node or self._claim()
+            saver = self._saver(node)
         self._pilot = SaveCoordinator(
-            saver=self._saver(node),
+            saver=saver,
             node=node,
             agreement=self._agreement,
             board=self._board,

@@ -1,0 +1,75 @@
+"""Rank 0, which holds the board, is stopped: the others name it after the session's timeout, and wait no longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from everstep.checkpoint.bounded_calls import BoundedCalls
+from everstep.checkpoint.errors import CheckpointError
+from tests.checkpoint.ranks import run
+from tests.checkpoint.sessions import Model, session
+from tests.checkpoint.writers import until
+
+pytestmark = pytest.mark.torch
+
+
+def stops_before(rank: int, folder: Path, call: str) -> str:
+    """Rank 0 goes on when the others have told, so that no process stays stopped."""
+    told = folder / "told"
+    if rank == 0 and os.fork() == 0:  # it wakes its parent
+        until(lambda: told.exists() or os.getppid() == 1, "the others tell", 90.0)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+
+    def reach(here: str) -> None:
+        if rank == 0 and here == call:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    try:
+        with session(folder, timeout=10.0) as ckpt:
+            reach("track")
+            ckpt.track(model=Model())
+            reach("save")
+            ckpt.save(1)
+            ckpt.wait()
+            reach("second save")
+            ckpt.save(2)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        if rank != 0:
+            told.touch()
+    return ""
+
+
+@pytest.mark.parametrize("call", ["track", "save", "second save"])
+def test_rank_0_that_is_stopped_is_named_by_the_others(call: str, folder: Path) -> None:
+    """Before, they waited for ever where they asked the board for something."""
+    _, told = run(2, stops_before, folder, call)
+    assert "rank 0" in told
+    assert "cannot be reached" in told or "left before" in told
+
+
+def test_a_call_that_blocks_is_given_up_and_none_is_made_after_it() -> None:
+    calls = BoundedCalls(0.01)
+    reader, writer = os.pipe()
+    with pytest.raises(TimeoutError, match="no answer in"):
+        calls.run(os.read, reader, 1)
+    with pytest.raises(TimeoutError, match="a call before did not end"):
+        calls.run(os.getpid)
+    os.write(writer, b"x")
+    for each in (reader, writer):
+        os.close(each)
+
+
+def test_what_a_call_returns_or_raises_comes_back() -> None:
+    calls = BoundedCalls(60.0)
+    assert calls.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        calls.run(divmod, 7, 0)
