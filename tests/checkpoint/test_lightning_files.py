@@ -1,4 +1,4 @@
-"""What Lightning writes to one path again and again is published as it was at each save."""
+"""Files that Lightning writes to one path again and again are published as they were at each save."""
 
 from __future__ import annotations
 

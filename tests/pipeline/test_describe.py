@@ -72,7 +72,7 @@ class Called:
 
 
 def two_kinds() -> list[tuple[str, Any, Any]]:
-    """What the message is about, with what each rank has: a model, or a loss."""
+    """Return what the message is about, with what each rank has: a model, or a loss."""
     here, there, changed = namespace(), namespace("there"), namespace(activated="self.act(x) * 2")
     relu, gelu = nn.functional.relu, nn.functional.gelu
     return [

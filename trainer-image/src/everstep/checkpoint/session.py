@@ -107,8 +107,7 @@ class Checkpointer:
         )
         time_between_failures = given["time_between_failures"]
         self._trigger = Trigger.parse(every, every_steps, time_between_failures)
-        self._events = Events()
-        self._metrics = Metrics()
+        self._events, self._metrics = Events(), Metrics()
         self._how = How(checksum, allow_pickle)
         self._pilot: SaveCoordinator | None = None
         self._group = open_host_group(timeout)
@@ -408,7 +407,7 @@ class Checkpointer:
             commit_timeout=self._commit_timeout,
         )
         if self._wish is not None:
-            until = self._wish[0]
+            (until,) = self._wish
             self._pilot.request(None if until is None else max(0.0, until - time.monotonic()))
         return self._pilot
 
@@ -424,8 +423,7 @@ class Checkpointer:
         return saver
 
     def _note(self, step: int) -> dict[str, Any]:
-        kept = self.metadata
-        return {**(kept(step) if callable(kept) else kept), **self._noted}
+        return {**(self.metadata(step) if callable(self.metadata) else self.metadata), **self._noted}
 
     def _claim(self) -> WriterConnection:
         """Take the attempt, this node's writer and its slots for this run. Collective."""
