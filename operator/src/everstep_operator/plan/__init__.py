@@ -284,9 +284,11 @@ def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, st
         return replace.explain_loss(kept), message
     if account.last_failure is not None:
         return parse_reason(account.last_failure.reason), account.last_failure.message
-    if s.phase is Phase.RESTARTING and s.open is not None:
-        return parse_reason(s.open.reason), _open_phase_message(s)
     pod = next(iter(replace.list_lost_pods(s)), None)
+    # The leader may tell of a lost pod before the API server does, which alone knows why.
+    explained = pod is not None and replace.explain_loss(pod) in replace.LOSS_REASONS
+    if s.phase is Phase.RESTARTING and s.open is not None and not (explained and s.open.reason == Reason.RESTARTING):
+        return parse_reason(s.open.reason), _open_phase_message(s)
     if pod is not None or replace.list_missing_indices(s):
         return replace.explain_loss(pod), "a pod was lost; its replacement is being made"
     return Reason.RESTARTING, Reason.RESTARTING.meaning

@@ -124,3 +124,6 @@ _DISRUPTIONS = {
     "DeletionByPodGC": Reason.NODE_LOST,
 }
 _REASONS_BY_RESULT = {"fenced": Reason.FENCED, "unclean": Reason.UNCLEAN_NODE, "stopped": Reason.POD_DELETED}
+LOSS_REASONS = frozenset(
+    {*_DISRUPTIONS.values(), *_REASONS_BY_RESULT.values(), Reason.OUT_OF_MEMORY, Reason.CONTAINER_KILLED}
+)  # what `explain_loss` may find, but for the vague POD_LOST
