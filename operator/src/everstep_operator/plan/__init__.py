@@ -212,6 +212,9 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     decision = _determine_phase(s, account).with_fields(restarts=account.restarts)
     if begun.message and decision.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING):
         decision = decision.with_fields(reason=Reason.START_FAILED, message=begun.message)
+    kept = replace.describe_kept_pod(s)
+    if kept is not None and decision.phase in FORMING_PHASES and decision.reason not in gang.BLOCKED_REASONS:
+        decision = decision.with_fields(message=kept[1])
     decision = decision.with_actions(replace.make_deletion(s.stale, Reason.STOPPING))
     if s.plain:
         broken = [p for p in s.current.values() if restart.is_set_charged(account.restarts, p)]
@@ -277,20 +280,18 @@ def _are_ranks_running(s: PlanContext) -> bool:
 
 
 def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, str]:
-    kept = next((p for p in s.current.values() if p.finalizers and p.deleting and p.ended is not None), None)
-    if kept is not None:
-        # Whose it is acts within a moment, or needs to be told: no other pod can have the name.
-        message = f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"
-        return replace.explain_loss(kept), message
+    if (kept := replace.describe_kept_pod(s)) is not None:
+        pod, message = kept
+        return replace.explain_loss(pod), message
     if account.last_failure is not None:
         return parse_reason(account.last_failure.reason), account.last_failure.message
-    pod = next(iter(replace.list_lost_pods(s)), None)
+    lost = next(iter(replace.list_lost_pods(s)), None)
     # The leader may tell of a lost pod before the API server does, which alone knows why.
-    explained = pod is not None and replace.explain_loss(pod) in replace.LOSS_REASONS
+    explained = lost is not None and replace.explain_loss(lost) in replace.LOSS_REASONS
     if s.phase is Phase.RESTARTING and s.open is not None and not (explained and s.open.reason == Reason.RESTARTING):
         return parse_reason(s.open.reason), _open_phase_message(s)
-    if pod is not None or replace.list_missing_indices(s):
-        return replace.explain_loss(pod), "a pod was lost; its replacement is being made"
+    if lost is not None or replace.list_missing_indices(s):
+        return replace.explain_loss(lost), "a pod was lost; its replacement is being made"
     return Reason.RESTARTING, Reason.RESTARTING.meaning
 
 
