@@ -35,6 +35,7 @@ from everstep_operator.plan.status import build_status
 __all__ = ["JobPlan", "Observation", "make_plan"]
 
 _NOT_THERE = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
+_CONFIRM_SECONDS = 5.0  # until a leader's answer is read again that may be older than a lost pod
 _STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say that it stopped
 
 
@@ -238,7 +239,9 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
         return Decision(Phase.RUNNING, Reason.RUNNING, known)
     if s.phase in RUN_PHASES:
         reason, message = _explain_restart(s, account)
-        return Decision(Phase.RESTARTING, reason, message, stalled=reason in gang.STALLING_REASONS)
+        restarting = Decision(Phase.RESTARTING, reason, message, stalled=reason in gang.STALLING_REASONS)
+        says_running = s.leader is not None and s.leader.phase == "running"  # again and again, it wakes nobody
+        return restarting.requeue_at(s.now + _CONFIRM_SECONDS if says_running else None)
     if s.open is not None and s.phase is Phase.PENDING and not s.live:
         return Decision(
             Phase.PENDING,
@@ -275,8 +278,12 @@ def _are_ranks_running(s: PlanContext) -> bool:
     if s.phase is not Phase.RESTARTING or leader.epoch != s.status.epoch:
         return True
     # The generation that broke may still be what an older answer tells of.
-    newer = leader.generation > s.status.generation
-    return newer or (leader.running_since or 0.0) >= s.since({Phase.RESTARTING})
+    since = s.since({Phase.RESTARTING})
+    if leader.generation > s.status.generation or (leader.running_since or 0.0) >= since:
+        return True
+    # Nor has it broken where its pods only seemed lost, and are still the same: a Node that was removed and came back.
+    replaced = any(restart.is_replacement(s, pod) for pod in s.live)
+    return not replaced and (leader.answered_at or 0.0) > since
 
 
 def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, str]:

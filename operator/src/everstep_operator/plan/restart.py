@@ -136,7 +136,7 @@ def _make_failure(s: PlanContext, entry: ReportedGeneration, reason: Reason) -> 
     pod = s.current.get(entry.index) if entry.index is not None else None
     if entry.cause in ("PodLost", "Leaving") and _is_lost_pod(pod, entry) and pod is not None and pod.ended:
         return make_pod_failure(pod, reason)
-    return make_entry_failure(entry, reason, pod.node if pod and not _is_replacement(s, pod) else None)
+    return make_entry_failure(entry, reason, pod.node if pod and not is_replacement(s, pod) else None)
 
 
 def _add_charge(s: PlanContext, restarts: Restarts, name: str, reason: Reason) -> Restarts:
@@ -151,7 +151,7 @@ def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Rest
     if entry.cause in simple:
         return simple[entry.cause]
     pod = s.current.get(entry.index) if entry.index is not None else None
-    if (pod is None or _is_replacement(s, pod)) and (noted := _find_noted_loss(s, restarts)) is not None:
+    if (pod is None or is_replacement(s, pod)) and (noted := _find_noted_loss(s, restarts)) is not None:
         return noted
     if pod is not None and _is_lost_pod(pod, entry):
         if not pod.live:
@@ -178,7 +178,7 @@ def _find_noted_loss(s: PlanContext, restarts: Restarts) -> Reason | None:
     return next((reason for reason in noted if reason in replace.LOSS_REASONS), None)
 
 
-def _is_replacement(s: PlanContext, pod: PodView) -> bool:
+def is_replacement(s: PlanContext, pod: PodView) -> bool:
     """Return whether a pod was created since this restart began. The API server tells creation in whole seconds."""
     return s.phase is Phase.RESTARTING and pod.created + 1.0 > s.since({Phase.RESTARTING})
 
