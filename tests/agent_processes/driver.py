@@ -17,7 +17,7 @@ from typing import Any
 
 async def main(source: str, setup: dict[str, Any], commands: int, events: int) -> None:
     sys.path.insert(0, source)
-    from everstep.agent import gpu, health, memory, report
+    from everstep.agent import environment, gpu, health, memory, report
     from everstep.agent import supervisor as module
     from everstep.agent.config import AgentPaths, parse_config
     from everstep.agent.supervisor import DaemonOutput, GenerationLayout, Supervisor
@@ -40,6 +40,13 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             return ""
 
         report.read_failure_file = hang
+    if setup["hung_program"]:
+
+        def wait_for_volume(name: str, path: str | None) -> None:
+            send("ReadingProgram", name=name)
+            gate.wait()
+
+        environment.read_program = wait_for_volume
     if setup["sandbox"]:
         read_bytes = Path.read_bytes
 

@@ -61,6 +61,7 @@ class Node:
         slow_memory: bool = False,
         slow_volume: bool = False,
         hung_failure_file: bool = False,
+        hung_program: bool = False,
         sandbox: bool = False,
     ) -> None:
         self.events: list[Event] = []
@@ -81,6 +82,7 @@ class Node:
             "slow_memory": slow_memory,
             "slow_volume": slow_volume,
             "hung_failure_file": hung_failure_file,
+            "hung_program": hung_program,
             "sandbox": sandbox,
             "ml": str(self.folder / "ml"),
             "environ": {"EVERSTEP_INDEX": str(index), "EVERSTEP_EPOCH": "1"},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -122,6 +124,43 @@ async def test_an_agent_that_waits_for_a_network_volume_still_hears_its_leader(t
         await first
         await node.event("RankStarted", generation=1)
         assert await node.stop() is None
+
+
+async def test_an_agent_whose_program_is_on_a_volume_that_hangs_hears_its_leader(tmp_path: Path) -> None:
+    """To execute it is to wait for the volume, on the loop; a thread has waited for it before."""
+    async with Node(tmp_path, ["sleep", "600"], hung_program=True) as node:
+        first = asyncio.ensure_future(node.start())
+        assert (await node.event("ReadingProgram"))["name"] == "sleep"
+        assert await node.call("has_run_here", pid=1) is False
+        await node.call("go_on")
+        await first
+        await node.event("RankStarted", generation=1)
+        assert await node.stop() is None
+
+
+@needs_root
+@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="mounts a volume of its own")
+async def test_an_agent_answers_while_the_volume_of_its_program_does_not(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    libc, server = ctypes.CDLL(None), os.open("/dev/fuse", os.O_RDWR)  # one that never answers
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    if libc.mount(b"hung", bytes(volume), b"fuse", 0, options) != 0:
+        os.close(server)
+        pytest.skip("no mount is allowed here")
+    try:
+        async with Node(tmp_path, [f"{volume}/bin/python"]) as node:
+            starting = asyncio.ensure_future(node.start())
+            await node.call("lag", seconds=1.0)  # no answer would come from a loop that waits for the volume
+            os.close(server)  # the volume fails
+            server = -1
+            await starting
+            assert (await node.event("RankExited"))["exit_code"] in (126, 127)
+            assert await node.stop() is None
+    finally:
+        if server >= 0:
+            os.close(server)
+        libc.umount2(bytes(volume), 2)
 
 
 async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path) -> None:

@@ -27,10 +27,14 @@ class Chaos(RuleBasedStateMachine):
     old_pods: dict[str, PodView]
     last: TrainingJobStatus | None
 
-    @initialize(nodes=st.integers(1, 4), plain=st.booleans(), runs=st.booleans())
-    def start(self, nodes: int, plain: bool, runs: bool) -> None:
+    @initialize(nodes=st.integers(1, 4), plain=st.booleans(), runs=st.booleans(), strict=st.booleans())
+    def start(self, nodes: int, plain: bool, runs: bool, strict: bool) -> None:
         # Budgets are not what this is about, and every fault costs one.
-        builder = job().nodes(nodes).restart(application=1000, infrastructure=1000)
+        builder = (
+            job()
+            .nodes(nodes)
+            .restart(application=1000, infrastructure=1000, fencing="strict" if strict else "checkpoint")
+        )
         self.world = World((builder.plain() if plain else builder).build())
         self.old_pods, self.seen, self.last = {}, 0, None
         if runs:
@@ -92,6 +96,10 @@ class Chaos(RuleBasedStateMachine):
     @rule(index=NODES)
     def remove_node(self, index: int) -> None:
         self.world.remove_node(index)
+
+    @rule()
+    def return_nodes(self) -> None:
+        self.world.nodes.clear()
 
     @rule(index=NODES, code=st.sampled_from([0, 1, 120, 127]))
     def exit(self, index: int, code: int) -> None:

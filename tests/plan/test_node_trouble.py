@@ -120,6 +120,51 @@ def test_under_strict_fencing_the_ranks_of_the_lost_pod_have_ended_before() -> N
     assert [ref.grace_seconds for ref in deleted(world.reconcile())] == [0]
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_under_strict_fencing_a_node_that_comes_back_in_time_costs_no_generation(index: int) -> None:
+    """A kubelet that is restarted registers its Node anew; the ranks on it have run all the while."""
+    world = running(fencing="strict")
+    world.tick(60)
+    world.reconcile()
+    pods = {pod.uid for pod in world.pods.values()}
+    world.remove_node(index)
+    world.reconcile()
+    assert world.phase == "Restarting"
+    world.tick(5)
+    world.reconcile()
+    world.nodes.clear()
+    made = world.reconcile()
+    for _ in range(3):
+        assert made.requeue_at is not None
+        world.tick(made.requeue_at - world.now)
+        made = world.reconcile()
+        if world.phase == "Running":
+            break
+    assert world.phase == "Running"
+    assert {pod.uid for pod in world.pods.values()} == pods
+    assert world.status.generation == 1
+    if index > 0:
+        assert world.status.restarts.total == 0
+    world.end()
+    world.run("Succeeded")
+
+
+def test_an_answer_from_before_a_node_came_back_proves_nothing() -> None:
+    world = running(fencing="strict")
+    world.tick(60)
+    world.reconcile()
+    world.leader_reachable = False  # what it last said stands for some seconds
+    world.now += 1
+    world.remove_node(1)
+    world.reconcile()
+    world.now += 1
+    world.nodes.clear()
+    world.reconcile()
+    assert world.phase == "Restarting"
+    world.leader_reachable = True
+    world.run("Running", limit=10)
+
+
 @pytest.mark.parametrize(("nodes", "frozen", "configured", "expected"), [(2, 60, 40, 60), (2000, 5, 5, 40)])
 def test_agents_that_were_given_a_longer_fence_timeout_have_it(
     nodes: int, frozen: float, configured: float, expected: float

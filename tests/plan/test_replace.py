@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan
 from everstep_operator.plan.leader import UncleanPod
@@ -138,6 +140,62 @@ def test_a_pod_that_a_finalizer_keeps_is_named_with_it() -> None:
     assert world.phase == "Restarting"
     said = world.status.conditions[0].message
     assert said == "pod digits-1 has ended and cannot be replaced before its finalizers are gone: example.com/hold"
+    world.vanish(1)
+    world.run("Running")
+    assert "finalizers" not in world.status.conditions[0].message
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_pod_that_a_finalizer_keeps_from_a_suspension_or_a_resume_is_named_with_it(resumed: bool) -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.delete(1)
+    world.kill(1)
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], finalizers="example.com/hold")
+    world.edit(suspend=True)
+    world.reconcile()
+    world.vanish(0)
+    world.now += 60
+    world.reconcile()
+    if resumed:
+        world.edit(suspend=False)
+        for _ in range(3):
+            world.reconcile()
+            world.now += 60
+    assert world.phase == ("Pending" if resumed else "Stopping")
+    said = "pod digits-1 has ended and cannot be replaced before its finalizers are gone: example.com/hold"
+    assert world.status.conditions[0].message == said
+    if resumed:
+        world.now += world.job.spec.timeouts.pending.total_seconds()
+        world.reconcile()
+        assert world.phase == "Failed"
+        assert world.status.conditions[0].message.endswith(said)
+    else:
+        world.vanish(1)
+        world.run("Suspended")
+
+
+def test_a_suspension_names_a_pod_for_which_it_waits() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.edit(suspend=True)
+    world.reconcile()
+    world.vanish(0)
+    world.now += 60
+    world.reconcile()
+    where = world.pods["digits-1"].node
+    assert world.status.conditions[0].message == f"waiting for the pods to stop: digits-1 on {where}, 1 in all"
+
+
+def test_a_pod_that_a_finalizer_keeps_from_a_start_is_named_with_it() -> None:
+    world = World(job().nodes(2).build()).run("Starting")
+    world.start()
+    world.delete(1)
+    world.kill(1)
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], finalizers="example.com/hold")
+    for _ in range(5):
+        world.now += 10
+        world.reconcile()
+    assert world.phase == "Starting"
+    assert "example.com/hold" in world.status.conditions[0].message
     world.vanish(1)
     world.run("Running")
     assert "finalizers" not in world.status.conditions[0].message

@@ -98,6 +98,77 @@ def test_a_lost_pod_is_paid_by_whoever_took_it(
     assert sum(counts(world)) == 1
 
 
+@pytest.mark.parametrize("cause", ["Leaving", "PodLost"])
+@pytest.mark.parametrize("leader_first", [False, True])
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("disruption", "reason", "expected"),
+    [
+        (None, "PodDeleted", (0, 1, 0)),
+        ("EvictionByEvictionAPI", "Evicted", (0, 1, 0)),
+        ("PreemptionByScheduler", "Preempted", (0, 0, 1)),
+    ],
+)
+def test_a_pod_that_is_gone_before_the_survivors_have_stopped_is_paid_by_whoever_took_it(
+    *,
+    cause: str,
+    leader_first: bool,
+    replaced: bool,
+    restarted: bool,
+    disruption: str | None,
+    reason: str,
+    expected: tuple[int, int, int],
+) -> None:
+    """Survivors hang in collectives until they are killed; the lost pod's object goes with its own ranks."""
+    world = running()
+    world.tick(60)
+    assert world.leader is not None
+    if leader_first:
+        world.leader.phase = "stopping"
+        world.reconcile()
+    world.delete(1, disruption=disruption)
+    world.reconcile()
+    world.leader.phase = "stopping"
+    world.reconcile()
+    world.now += 2
+    world.bury()
+    if restarted:
+        world.restart_operator()
+    if replaced:
+        world.reconcile()
+        world.bind()
+        world.start()
+    world.now += 6
+    world.leader.end_generation(cause, world.now, index=1)
+    world.leader_reachable = True
+    world.run("Running")
+    assert counts(world) == expected
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == reason
+    assert world.status.last_failure.node is None, "the replacement's node has done nothing"
+
+
+def test_a_loss_that_was_charged_says_nothing_of_the_next() -> None:
+    world = running()
+    world.delete(1, disruption="PreemptionByScheduler")
+    world.reconcile()
+    assert world.leader is not None
+    world.leader.end_generation("Leaving", world.now, index=1)
+    world.reconcile()
+    assert counts(world) == (0, 0, 1)
+    world.bury()
+    world.reconcile()
+    world.tick()
+    world.tick()
+    world.tick()  # the next generation runs, and nobody looks
+    assert world.leader.phase == "running"
+    world.vanish(1)
+    world.lead()
+    world.run("Running")
+    assert counts(world) == (0, 1, 1)
+
+
 def test_a_container_killed_for_memory_is_the_programs_own() -> None:
     world = running()
     world.kill(2, reason="OOMKilled")

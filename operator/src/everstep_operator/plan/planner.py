@@ -29,6 +29,7 @@ from everstep_operator.plan.starts import StartRecord
 from everstep_operator.plan.status import build_status
 
 _NOT_THERE = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
+_CONFIRM_SECONDS = 5.0  # until a leader's answer is read again that may be older than a lost pod
 _STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say that it stopped
 
 
@@ -206,6 +207,9 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     decision = _determine_phase(s, account).with_fields(restarts=account.restarts)
     if begun.message and decision.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING):
         decision = decision.with_fields(reason=Reason.START_FAILED, message=begun.message)
+    kept = replace.describe_kept_pod(s)
+    if kept is not None and decision.phase in FORMING_PHASES and decision.reason not in gang.BLOCKED_REASONS:
+        decision = decision.with_fields(message=kept[1])
     decision = decision.with_actions(replace.make_deletion(s.stale, Reason.STOPPING))
     if s.plain:
         broken = [p for p in s.current.values() if restart.is_set_charged(account.restarts, p)]
@@ -229,7 +233,9 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
         return Decision(Phase.RUNNING, Reason.RUNNING, known)
     if s.phase in RUN_PHASES:
         reason, message = _explain_restart(s, account)
-        return Decision(Phase.RESTARTING, reason, message, stalled=reason in gang.STALLING_REASONS)
+        restarting = Decision(Phase.RESTARTING, reason, message, stalled=reason in gang.STALLING_REASONS)
+        says_running = s.leader is not None and s.leader.phase == "running"  # again and again, it wakes nobody
+        return restarting.requeue_at(s.now + _CONFIRM_SECONDS if says_running else None)
     if s.open is not None and s.phase is Phase.PENDING and not s.live:
         return Decision(
             Phase.PENDING,
@@ -266,23 +272,27 @@ def _are_ranks_running(s: PlanContext) -> bool:
     if s.phase is not Phase.RESTARTING or leader.epoch != s.status.epoch:
         return True
     # The generation that broke may still be what an older answer tells of.
-    newer = leader.generation > s.status.generation
-    return newer or (leader.running_since or 0.0) >= s.since({Phase.RESTARTING})
+    since = s.since({Phase.RESTARTING})
+    if leader.generation > s.status.generation or (leader.running_since or 0.0) >= since:
+        return True
+    # Nor has it broken where its pods only seemed lost, and are still the same: a Node that was removed and came back.
+    replaced = any(restart.is_replacement(s, pod) for pod in s.live)
+    return not replaced and (leader.answered_at or 0.0) > since
 
 
 def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, str]:
-    kept = next((p for p in s.current.values() if p.finalizers and p.deleting and p.ended is not None), None)
-    if kept is not None:
-        # Whose it is acts within a moment, or needs to be told: no other pod can have the name.
-        message = f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"
-        return replace.explain_loss(kept), message
+    if (kept := replace.describe_kept_pod(s)) is not None:
+        pod, message = kept
+        return replace.explain_loss(pod), message
     if account.last_failure is not None:
         return parse_reason(account.last_failure.reason), account.last_failure.message
-    if s.phase is Phase.RESTARTING and s.open is not None:
+    lost = next(iter(replace.list_lost_pods(s)), None)
+    # The leader may tell of a lost pod before the API server does, which alone knows why.
+    explained = lost is not None and replace.explain_loss(lost) in replace.LOSS_REASONS
+    if s.phase is Phase.RESTARTING and s.open is not None and not (explained and s.open.reason == Reason.RESTARTING):
         return parse_reason(s.open.reason), _open_phase_message(s)
-    pod = next(iter(replace.list_lost_pods(s)), None)
-    if pod is not None or replace.list_missing_indices(s):
-        return replace.explain_loss(pod), "a pod was lost; its replacement is being made"
+    if lost is not None or replace.list_missing_indices(s):
+        return replace.explain_loss(lost), "a pod was lost; its replacement is being made"
     return Reason.RESTARTING, Reason.RESTARTING.meaning
 
 

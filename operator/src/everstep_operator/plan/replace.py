@@ -95,6 +95,17 @@ def explain_loss(pod: PodView | None) -> Reason:
     return Reason.POD_LOST
 
 
+def describe_kept_pod(s: PlanContext) -> tuple[PodView, str] | None:
+    """Return a pod that finalizers keep after its end, and a message about it: no other pod can have its name.
+
+    Whoever put them there acts within a moment, or needs to be told.
+    """
+    kept = next((p for p in s.observed.ours if p.finalizers and p.deleting and p.ended is not None), None)
+    if kept is None:
+        return None
+    return kept, f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"
+
+
 def make_deletion(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
     """Delete those pods that nobody has asked to go yet. A pod on a removed node does not hear it: see
     `node_trouble.force_delete_lost_pods`."""
@@ -124,3 +135,6 @@ _DISRUPTIONS = {
     "DeletionByPodGC": Reason.NODE_LOST,
 }
 _REASONS_BY_RESULT = {"fenced": Reason.FENCED, "unclean": Reason.UNCLEAN_NODE, "stopped": Reason.POD_DELETED}
+LOSS_REASONS = frozenset(
+    {*_DISRUPTIONS.values(), *_REASONS_BY_RESULT.values(), Reason.OUT_OF_MEMORY, Reason.CONTAINER_KILLED}
+)  # what `explain_loss` may find, but for the vague POD_LOST

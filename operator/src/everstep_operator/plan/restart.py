@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
 from everstep_operator.plan import replace
+from everstep_operator.plan.decision import parse_reason
 from everstep_operator.plan.leader import MAX_ORDINAL, LeaderView, ReportedGeneration
 from everstep_operator.plan.observed import PodView
 from everstep_operator.plan.situation import PlanContext, to_utc
@@ -52,7 +53,7 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
                 continue  # made up: it would be newer than whatever ends from now on
             if entry.cause == "Stopped":
                 continue
-            reason = _find_entry_reason(s, entry) or (_fallback_reason(entry) if over else None)
+            reason = _find_entry_reason(s, entry, restarts) or (_fallback_reason(entry) if over else None)
             if reason is None:
                 # Charges are in the order of generations: the later ones wait with this one.
                 retry_at = (entry.ended_at or s.now) + FATE_WAIT_SECONDS
@@ -135,7 +136,7 @@ def _make_failure(s: PlanContext, entry: ReportedGeneration, reason: Reason) -> 
     pod = s.current.get(entry.index) if entry.index is not None else None
     if entry.cause in ("PodLost", "Leaving") and _is_lost_pod(pod, entry) and pod is not None and pod.ended:
         return make_pod_failure(pod, reason)
-    return make_entry_failure(entry, reason, pod.node if pod else None)
+    return make_entry_failure(entry, reason, pod.node if pod and not is_replacement(s, pod) else None)
 
 
 def _add_charge(s: PlanContext, restarts: Restarts, name: str, reason: Reason) -> Restarts:
@@ -144,12 +145,14 @@ def _add_charge(s: PlanContext, restarts: Restarts, name: str, reason: Reason) -
     )
 
 
-def _find_entry_reason(s: PlanContext, entry: ReportedGeneration) -> Reason | None:
+def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Restarts) -> Reason | None:
     """Return the reason of an ended generation; None: it cannot be told yet."""
     simple = {"Application": Reason.APPLICATION_ERROR, "OutOfMemory": Reason.OUT_OF_MEMORY, "Fenced": Reason.FENCED}
     if entry.cause in simple:
         return simple[entry.cause]
     pod = s.current.get(entry.index) if entry.index is not None else None
+    if (pod is None or is_replacement(s, pod)) and (noted := _find_noted_loss(s, restarts)) is not None:
+        return noted
     if pod is not None and _is_lost_pod(pod, entry):
         if not pod.live:
             return replace.explain_loss(pod)
@@ -161,6 +164,23 @@ def _find_entry_reason(s: PlanContext, entry: ReportedGeneration) -> Reason | No
 def _fallback_reason(entry: ReportedGeneration) -> Reason:
     """Return the reason that is given when nothing more will be known: after the end of a job nobody looks again."""
     return Reason.POD_DELETED if entry.cause == "Leaving" else Reason.POD_LOST
+
+
+def _find_noted_loss(s: PlanContext, restarts: Restarts) -> Reason | None:
+    """Return the loss for which this restart began, or None if it began otherwise, or is charged already.
+
+    Survivors may take longer to stop than a lost pod to be gone: then the transition alone tells why it was lost.
+    """
+    since = s.since({Phase.RESTARTING})
+    if s.phase is not Phase.RESTARTING or (restarts.last is not None and restarts.last.time.timestamp() >= since):
+        return None
+    noted = (parse_reason(t.reason) for t in s.status.transitions if t.start.timestamp() >= since)
+    return next((reason for reason in noted if reason in replace.LOSS_REASONS), None)
+
+
+def is_replacement(s: PlanContext, pod: PodView) -> bool:
+    """Return whether a pod was created since this restart began. The API server tells creation in whole seconds."""
+    return s.phase is Phase.RESTARTING and pod.created + 1.0 > s.since({Phase.RESTARTING})
 
 
 def _is_lost_pod(pod: PodView | None, entry: ReportedGeneration) -> bool:

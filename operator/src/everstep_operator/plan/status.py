@@ -20,6 +20,7 @@ from everstep_operator.plan.actions import JobEvent
 from everstep_operator.plan.conditions import build_conditions
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.gang import BLOCKED_REASONS
+from everstep_operator.plan.replace import LOSS_REASONS
 from everstep_operator.plan.situation import PlanContext, to_utc
 
 WRITE_INTERVAL_SECONDS = 30.0
@@ -89,7 +90,12 @@ def _starts_transition(s: PlanContext, decision: Decision) -> bool:
     if s.open is None or decision.phase is not s.status.phase or decision.again:
         return True
     told = s.open.reason != decision.reason
-    return told and (decision.phase is Phase.PENDING or s.open.reason in BLOCKED_REASONS)
+    return told and (
+        decision.phase is Phase.PENDING
+        or s.open.reason in BLOCKED_REASONS
+        # Why a pod was lost is charged by what stands here, when the pod is gone before its generation has ended.
+        or (s.open.reason == Reason.RESTARTING and decision.reason in LOSS_REASONS)
+    )
 
 
 def _update_transitions(s: PlanContext, decision: Decision) -> list[Transition]:

@@ -13,7 +13,11 @@ from everstep_operator.plan.situation import PlanContext
 def suspend_job(s: PlanContext) -> Decision:
     """Delete all pods with their grace; the job is suspended once they are gone."""
     if s.observed.ours:
-        going = Decision(Phase.STOPPING, Reason.SUSPENDED, "waiting for the pods to stop")
+        kept = replace.describe_kept_pod(s)
+        first = s.observed.ours[0]
+        where = f"{first.name} on {first.node}" if first.node else first.name
+        waiting = f"waiting for the pods to stop: {where}, {len(s.observed.ours)} in all"
+        going = Decision(Phase.STOPPING, Reason.SUSPENDED, waiting if kept is None else kept[1])
         return going.with_actions(replace.make_deletion(s.observed.ours, Reason.SUSPENDED))
     done = Decision(Phase.SUSPENDED, Reason.SUSPENDED, "no pods; set spec.suspend to false to start")
     if s.phase is not Phase.SUSPENDED and s.template is not None:

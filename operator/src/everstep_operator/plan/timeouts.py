@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
+from everstep_operator.plan import replace
 from everstep_operator.plan.gang import blocked_by
 from everstep_operator.plan.situation import FORMING_PHASES, RUN_PHASES, PlanContext
 
@@ -123,12 +124,14 @@ def _describe_obstacle(s: PlanContext) -> str:
 
 
 def _describe_unschedulable(s: PlanContext) -> str:
-    """Return the message of the scheduler about a pod without a node, or the reason for which the pods are rejected.
+    """Return the message of the scheduler about a pod without a node, or why pods cannot be made.
 
     The text begins with ": ". It is empty without such a message, or in a phase that is neither a forming one nor
     Restarting.
     """
     text = next((p.unschedulable for p in s.live if not p.scheduled and p.unschedulable), "")
+    if (kept := replace.describe_kept_pod(s)) is not None:
+        text = kept[1]
     if blocked_by(s.job) is not None and s.status.conditions:
         text = s.status.conditions[0].message
     return f": {text}" if text and s.phase in FORMING_PHASES | {Phase.RESTARTING} else ""

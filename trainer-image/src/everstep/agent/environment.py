@@ -9,6 +9,7 @@ import ipaddress
 import os
 import pwd
 import re
+import shutil
 import socket
 import struct
 from collections.abc import Mapping
@@ -43,6 +44,22 @@ def expand_references(word: str, variables: Mapping[str, str]) -> str:
         return "$" if found.group() == "$$" else variables.get(found.group(1), found.group())
 
     return _REFERENCE.sub(expand, word)
+
+
+def read_program(name: str, path: str | None) -> None:
+    """Read the start of the file that a command runs. To execute it is to wait for its volume, and the event loop waits
+    with whoever does; this is for a thread.
+
+    Args:
+        name: The first word of the command.
+        path: The PATH by which it is found; None: the system's own.
+    """
+    # What cannot be read may well be executed, and to open a pipe is to wait for a writer.
+    with contextlib.suppress(OSError, ValueError):
+        program = shutil.which(name, path=os.defpath if path is None else path)
+        if program is not None and Path(program).is_file():
+            with Path(program).open("rb") as file:
+                file.read(1)
 
 
 def _make_home_variables(env: Mapping[str, str], scratch: Path) -> dict[str, str]:

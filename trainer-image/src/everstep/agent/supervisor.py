@@ -291,6 +291,8 @@ class Supervisor:
         with self._disk:  # a start that was given up may still wait for the same volume
             if self._layout is not layout:
                 raise ValueError("this start was given up")
+            if self._command:
+                environment.read_program(self._command[0], self._base.get("PATH"))
             return report.remove_failure_file(self._place.ml / "output"), self._write_contract(layout)
 
     def _write_contract(self, layout: GenerationLayout) -> dict[str, str]:
