@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
+from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -70,6 +71,22 @@ def test_a_run_that_restores_in_any_mode_trains_on_bit_for_bit(mode: Mode, tmp_p
     training.model.load_state_dict(loaded["model"], assign=True)
     training.state = loaded["state"]
     training.train(range(1))
+
+
+@pytest.mark.parametrize("name", ["model", "state"])
+def test_what_was_made_within_inference_mode_is_refused_outside_before_anything_is_touched(
+    name: str, tmp_path: Path
+) -> None:
+    save(tmp_path)
+    with torch.inference_mode():
+        of_inference = Training().objects[name]
+    for restore in (session(tmp_path).restore, lambda **given: everstep.load_into(tmp_path / "store", **given)):
+        training = Training()
+        before = {key: tensor.clone() for key, tensor in training.model.state_dict().items()}
+        with pytest.raises(StateMismatch, match=rf"{name}\.[^ ]+ was made within torch\.inference_mode\(\)"):
+            restore(**(training.objects | {name: of_inference}))
+        assert all(torch.equal(tensor, before[key]) for key, tensor in training.model.state_dict().items())
+        assert training.state["sum"].sum() == 0
 
 
 def test_a_model_that_was_built_for_inference_stays_one(tmp_path: Path) -> None:

@@ -248,3 +248,71 @@ def test_a_training_that_fails_still_stores_what_it_has_handed_over(tmp_path: Pa
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert "the training failed" in done.stderr
     assert steps(PosixStore(tmp_path / "store")) == [3], done.stderr
+
+
+def put_off(published: Published, folder: Path) -> Path:
+    """Hand over step 2 while step 1 is being stored; the folder of step 2, which waits."""
+    store = published.store
+    assert isinstance(store, HeldStore)
+    published.publish(written(folder / "out", 1), 1)
+    assert store.begun.wait(PATIENCE)
+    path = written(folder / "out", 2)
+    (path / "optimizer").write_text("first")
+    published.publish(path, 2)
+    return path
+
+
+def test_a_folder_that_is_written_into_while_it_waits_is_not_stored_and_it_is_told(tmp_path: Path) -> None:
+    published, store = held_published(tmp_path, keep_last=9)
+    path = put_off(published, tmp_path)
+    (path / "optimizer").write_text("other")
+    store.gate.set()
+    with pytest.raises(SaveFailed, match=r"out/checkpoint-2 was written into before it was stored"):
+        published.finish()
+    assert steps(store) == [1]
+    published.publish(path, 2)
+    published.finish()
+    assert steps(store) == [2, 1], "what it is now is stored when it is handed over"
+
+
+def test_a_folder_that_waits_when_its_owner_begins_to_write_into_it_again_is_stored_as_it_was(tmp_path: Path) -> None:
+    published, store = held_published(tmp_path, keep_last=9)
+    path = put_off(published, tmp_path)
+    published.part_from_owners()
+    assert {each.name for each in path.iterdir()} == {"model", "optimizer"}, "the owner has all of it still"
+    (path / "optimizer").write_text("other")
+    store.gate.set()
+    published.finish()
+    restored = published.newest(lambda key: tmp_path / "back")
+    assert restored is not None
+    assert (restored / "optimizer").read_text() == "first"
+    assert steps(store) == [2, 1]
+
+
+def test_a_folder_with_a_link_to_a_file_is_stored_with_what_that_leads_to(tmp_path: Path) -> None:
+    published = Published(tmp_path / "store")
+    path = written(tmp_path / "out", 1)
+    (tmp_path / "out" / "base").write_text("shared")
+    (path / "link").symlink_to("../base")
+    published.publish(path, 1)
+    published.finish()
+    restored = published.newest(lambda key: tmp_path / "back")
+    assert restored is not None
+    assert (restored / "link").read_text() == "shared"
+
+
+def test_a_second_hugging_face_training_leaves_alone_what_waits_of_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from everstep.checkpoint.adapters.huggingface import EverstepCallback
+
+    callback = EverstepCallback(tmp_path / "store", tmp_path / "out")
+    callback._published, store = held_published(tmp_path, keep_last=9)
+    path = put_off(callback._published, tmp_path)
+    others = [SimpleNamespace(), SimpleNamespace(is_world_process_zero=True), SimpleNamespace()]
+    callback.on_train_begin(*others)
+    (path / "optimizer").write_text("of the second")
+    store.gate.set()
+    callback.on_train_end(*others)
+    restored = callback._published.newest(lambda key: tmp_path / "back")
+    assert restored is not None
+    assert (restored / "optimizer").read_text() == "first"

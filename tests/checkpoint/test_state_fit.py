@@ -13,7 +13,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.restore import Restored  # noqa: E402
+from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -253,3 +255,13 @@ def test_a_dictionary_of_the_script_comes_back_in_the_order_in_which_it_was_save
     assert resumed["b"] is inner
     assert list(inner) == ["q", "p"]
     assert list(inner["q"][0]) == ["x", "y"]
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_an_optimizer_within_a_list_or_dictionary_is_refused_with_what_to_do(allow_pickle: bool) -> None:
+    """Pickled, it came back with parameters of its own, and the model was not trained any more."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for value in ([optimizer], {"a": optimizer}, [scheduler]):
+        with pytest.raises(CheckpointError, match=r"cannot be saved inside of another value: give each a name"):
+            flatten_objects({"all": value}, rank=0, allow_pickle=allow_pickle)

@@ -125,6 +125,10 @@ class Scheduler:
         return {}
 
 
+class Average(Scheduler):
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("value", "instead"),
     [
@@ -132,6 +136,7 @@ class Scheduler:
         (enum.Enum("Mode", "ON").ON, "plain values that make it again"),  # type: ignore[attr-defined]
         (int, "its name,"),
         (Scheduler(), r"its state_dict\(\)"),
+        (Average(), r"it under a name of its own, as restore\(…, name=…\)"),
         (numpy.random.default_rng(1), r"its bit_generator\.state"),
         (numpy.random.RandomState(1), r"its get_state\(\)"),
         (numpy.array([object()]), r"numpy\.array"),

@@ -175,6 +175,13 @@ def _encode_tagged(value: Any, path: str, allow_pickle: bool) -> object:
     known = _of_numpy(value) or _of_torch(value)
     if known:
         return known
+    if _holds_parameters(value):
+        # Pickled, it would come back with parameters of its own, and train nothing.
+        raise UnsupportedValue(
+            path,
+            f"{_name_kind(value)} cannot be saved inside of another value: give each a name of its own, as "
+            "restore(…, optimizer_a=…, optimizer_b=…)",
+        )
     if allow_pickle:
         return {"pickle": _encode_base64(pickle.dumps(value))}
     torch = sys.modules.get("torch")
@@ -190,8 +197,18 @@ def _encode_tagged(value: Any, path: str, allow_pickle: bool) -> object:
     )
 
 
+def _holds_parameters(value: Any) -> bool:
+    """Tell whether a value is an optimizer of torch, or what changes one: a scheduler."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(
+        value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau
+    )
+
+
 def _find_instead(value: Any) -> str:
     """Return what can be saved in place of a value that is refused."""
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return "it under a name of its own, as restore(…, name=…)"
     if _is_of_numpy(value):
         return "numpy.array(…, its plain dtype)"
     if isinstance(value, type):

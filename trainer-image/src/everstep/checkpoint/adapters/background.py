@@ -1,7 +1,8 @@
 """Publishing beside training: folders are stored by a thread of their own, one at a time, and at most one waits.
 
-A folder that is handed over is linked under a name of ours first, so that its owner may delete it. Nothing is lost by a
-kill in the middle but the publication itself: what the store holds stays, and a folder counts when all of it is there.
+A folder that is handed over is linked under a name of ours first, so that its owner may delete it. Before its owner
+writes into its files again, it gets copies of them in their place (`part_from_owners`). Nothing is lost by a kill in
+the middle but the publication itself: what the store holds stays, and a folder counts when all of it is there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -30,16 +32,25 @@ _AT_EXIT_SECONDS = 60.0  # of a process that ends without finish(): its training
 _RETRY_SECONDS = (1.0, 60.0)  # before the second try, and at most
 
 
-Publish = Callable[[Path, int, Path | None], None]
+@dataclass(frozen=True)
+class HeldFolder:
+    """A folder of ours at `path`, with links to the files in `owned`, and its `contents` when it was handed over."""
+
+    path: Path
+    owned: Path
+    contents: Contents
+
+
+Publish = Callable[[HeldFolder, int, HeldFolder | None], None]
 
 
 @dataclass
 class _Publication:
     """A folder of ours that `publish` is to store as `step`, with another that it needs; `held` removes them."""
 
-    path: Path
+    folder: HeldFolder
     step: int
-    needed: Path | None
+    needed: HeldFolder | None
     publish: Publish
     held: ExitStack
 
@@ -62,7 +73,7 @@ class BackgroundPublisher:
         """Have a complete folder published; returns at once. One that waits already gives way to this one.
 
         Args:
-            path: May be deleted by its owner from now on, but not written into.
+            path: May be deleted by its owner from now on. What is written into it is not stored: see part_from_owners.
             step: Number of trained steps that it holds.
             publish: Stores it, in the thread, given a folder, the step and `needed`. Its CheckpointError is told as
                 the event `failed`, and it is tried again where that may pass, until a newer folder waits.
@@ -90,6 +101,19 @@ class BackgroundPublisher:
             replaced.held.close()
             why = "an earlier step is still being stored, and a later one waits"
             self._emit(CheckpointEvent("skipped", details={"step": replaced.step}, why=why))
+
+    def part_from_owners(self) -> None:
+        """Have what owners write into their folders from now on leave alone what is still to be stored of them.
+
+        Raises:
+            CheckpointError: A file cannot be copied.
+        """
+        with self._changed:
+            publications = [each for each in (self._current, self._waiting) if each is not None]
+        for each in publications:
+            for held in (each.folder, each.needed):
+                if held is not None:
+                    _part_files(held)
 
     def finish(self, timeout_seconds: float) -> None:
         """Wait until all that was submitted is in the store.
@@ -139,7 +163,7 @@ class BackgroundPublisher:
         while True:
             failure, passes = "", False
             try:
-                publication.publish(publication.path, publication.step, publication.needed)
+                publication.publish(publication.folder, publication.step, publication.needed)
             except Exception as error:  # whatever it is, training goes on, and its end is told
                 failure = f"step {publication.step} was not published: {error}"
                 passes = isinstance(error, StoreError) and error.may_pass
@@ -160,8 +184,8 @@ class BackgroundPublisher:
         return threading.TIMEOUT_MAX if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
 
-def _hold_files(path: Path, held: ExitStack) -> Path:
-    """Link the files under a name of ours beside the folder, and return that path; it stays until `held` is closed."""
+def _hold_files(path: Path, held: ExitStack) -> HeldFolder:
+    """Link the files under a name of ours beside the folder; that stays until `held` is closed."""
     try:
         contents = Contents.of(path)
         place = held.enter_context(unfinished.make_unfinished_folder(path.with_name("outgoing")))
@@ -172,16 +196,33 @@ def _hold_files(path: Path, held: ExitStack) -> Path:
         for file in contents.files:
             (ours / file.path).parent.mkdir(parents=True, exist_ok=True)
             _link_file(path / file.path, ours / file.path)
+        return HeldFolder(ours, path, Contents.of(ours))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be kept for its publication: {error}") from error
-    return ours
 
 
 def _link_file(source: Path, target: Path) -> None:
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)  # of a link, what it leads to
     except OSError:  # no links here, or not of this file
         shutil.copy2(source, target)
+
+
+def _part_files(held: HeldFolder) -> None:
+    """Put copies in the place of the files that the owner's folder and ours both have."""
+    for file in held.contents.files:
+        theirs = (held.owned / file.path).resolve()
+        draft = theirs.with_name(f".everstep-{secrets.token_hex(4)}")
+        try:
+            # Gone, another one's already, or stored meanwhile: there is nothing to part.
+            with contextlib.suppress(FileNotFoundError):
+                if theirs.samefile(held.path / file.path):
+                    shutil.copy2(theirs, draft)
+                    draft.replace(theirs)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise CheckpointError(f"{theirs} is still being stored, and cannot be copied: {error}") from error
 
 
 def _call_at_exit(callback: Callable[[], None]) -> None:

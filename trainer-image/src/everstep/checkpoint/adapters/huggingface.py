@@ -78,6 +78,11 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         """The Trainer calls this when it is made."""
         self._loads_best = bool(args.load_best_model_at_end)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The Trainer calls this before it trains: it may write into folders of a training before, in place."""
+        if state.is_world_process_zero:
+            self._published.part_from_owners()
+
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""
         self._published.see(self._named(state.global_step), own=_GENERATORS)

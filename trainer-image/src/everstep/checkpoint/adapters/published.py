@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from everstep.checkpoint import attempts, fence, folder, retention, topology
-from everstep.checkpoint.adapters.background import BackgroundPublisher, clear_leftovers
+from everstep.checkpoint.adapters.background import BackgroundPublisher, HeldFolder, clear_leftovers
 from everstep.checkpoint.candidates import list_candidates, read_index, read_manifest
 from everstep.checkpoint.collectives import broadcast_from_first, gather_objects
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, WriterConflict, is_damage
@@ -100,9 +100,10 @@ class Published:
     def publish(self, path: Path, step: int, *, needed: tuple[Path, int] | None = None) -> None:
         """Have the folder committed as this step's checkpoint, beside training. One rank calls it.
 
-        The folders may be deleted when this returns, but not written into. A failure is an event and ends no training:
-        see finish(). A step that is reached again, after a restore or by a training that begins anew, is saved as a
-        later attempt, where nobody gave this run its attempt; else that is an error.
+        The folders may be deleted when this returns. One that is written into before it is stored is not stored: see
+        part_from_owners(). A failure is an event and ends no training: see finish(). A step that is reached again,
+        after a restore or by a training that begins anew, is saved as a later attempt, where nobody gave this run its
+        attempt; else that is an error.
 
         Args:
             path: The folder to publish.
@@ -123,6 +124,16 @@ class Published:
             self._background.submit(path, step, publish, None if known else other)
         except CheckpointError as error:
             self._events.emit(CheckpointEvent("failed", details={"step": step}, why=str(error)))
+
+    def part_from_owners(self) -> None:
+        """Have what the framework writes from now on leave alone what is still to be stored. One rank calls it.
+
+        It costs nothing where nothing is. A failure is a warning: what is written into is not stored then.
+        """
+        try:
+            self._background.part_from_owners()
+        except CheckpointError as error:
+            _log.warning("%s", error)
 
     def change(self, path: Path, work: Callable[[], None]) -> None:
         """Have one rank of each node change a folder that newest() has brought back. All ranks call it."""
@@ -223,22 +234,22 @@ class Published:
         return gather_objects(mine, group).index(mine) == place.rank
 
     def _publish(
-        self, training: _Training, path: Path, step: int, needed: Path | None, *, needed_step: int | None
+        self, training: _Training, held: HeldFolder, step: int, needed: HeldFolder | None, *, needed_step: int | None
     ) -> None:
         """Publish the folder, in the thread beside training."""
         if needed is not None and needed_step is not None and needed_step not in training.keys:
             # Of a training before this one, or given way to a later one.
-            same = _find_same(self.store, needed, needed_step)
+            same = _find_same(self.store, needed.contents, needed_step)
             if same is None:
                 self._publish_one(training, needed, needed_step)
             else:
                 training.keys[needed_step] = same
         needs = () if needed_step is None or needed_step not in training.keys else (training.keys[needed_step],)
-        self._publish_one(training, path, step, needs)
+        self._publish_one(training, held, step, needs)
 
-    def _publish_one(self, training: _Training, path: Path, step: int, needs: tuple[Key, ...] = ()) -> None:
+    def _publish_one(self, training: _Training, held: HeldFolder, step: int, needs: tuple[Key, ...] = ()) -> None:
         began = time.monotonic()
-        manifest = self._save(training, path, step, needs)
+        manifest = self._save(training, held, step, needs)
         if manifest is None:
             return
         training.saved = step
@@ -252,7 +263,7 @@ class Published:
         except CheckpointError as error:  # the next one that is published removes the old ones too
             _log.warning("older checkpoints were not removed: %s", error)
 
-    def _save(self, training: _Training, path: Path, step: int, needs: tuple[Key, ...]) -> Manifest | None:
+    def _save(self, training: _Training, held: HeldFolder, step: int, needs: tuple[Key, ...]) -> Manifest | None:
         """Commit the folder; its manifest, or None where this training has saved the step already."""
         given = fence.get_given_attempt()
         while True:
@@ -261,10 +272,16 @@ class Published:
             key = Key(training.attempt, step)
             try:
                 fenced = partial(may_not_publish, self.store, key)
-                return folder.save_folder(self.store, key, path, needs=needs, fenced=fenced)
+                return folder.save_folder(
+                    self.store, key, held.path, contents=held.contents, needs=needs, fenced=fenced
+                )
+            except folder.Changed as error:
+                raise CheckpointError(
+                    f"{held.owned} was written into before it was stored, and is no longer what it was"
+                ) from error
             except WriterConflict as error:
                 committed = read_manifest(self.store, key)
-                if folder.holds_contents(committed, folder.Contents.of(path)):
+                if folder.holds_contents(committed, held.contents):
                     return committed  # by a try of ours whose answer was lost
                 if step == training.saved:
                     why = "this training has saved the step before; what it saves of it again is not published"
@@ -317,9 +334,8 @@ def _find_needed(store: Store, key: Key, step: int) -> list[Key]:
     return [other for other in found if other in named] if named else found
 
 
-def _find_same(store: Store, path: Path, step: int) -> Key | None:
-    """Return the checkpoint of this step that has exactly what lies there, if there is one."""
-    contents = folder.Contents.of(path)
+def _find_same(store: Store, contents: folder.Contents, step: int) -> Key | None:
+    """Return the checkpoint of this step that has exactly these contents, if there is one."""
     for key in list_candidates(store):
         if key.step == step:
             with suppress(Missing, Damaged):

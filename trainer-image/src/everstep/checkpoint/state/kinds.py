@@ -13,7 +13,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Manifest, StoredTensor
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import from_tensor
-from everstep.checkpoint.state.memory import WHOLE, get_local_tensor, overlaps_itself, why_not_saved
+from everstep.checkpoint.state.memory import WHOLE, get_local_tensor, overlaps_itself, why_not_saved, why_not_written
 from everstep.checkpoint.state.structure import KIND, build_structure
 from everstep.checkpoint.values import InPart, unpack_value
 
@@ -220,7 +220,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def describe_misfit(saved: StoredTensor, tensor: torch.Tensor, casts: Casts = NO_CASTS) -> str | None:
     """Return why the saved tensor cannot be copied into this one, bit for bit unless it may be cast; None if it can."""
-    if why := why_not_saved(tensor):
+    if why := why_not_saved(tensor) or why_not_written(tensor):
         return why
     if saved.shape != tuple(tensor.shape):
         return f"has shape {list(saved.shape)} in the checkpoint, {list(tensor.shape)} here"

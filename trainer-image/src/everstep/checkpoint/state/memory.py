@@ -49,6 +49,16 @@ def why_not_saved(tensor: torch.Tensor) -> str | None:
     return None
 
 
+def why_not_written(tensor: torch.Tensor) -> str | None:
+    """Return why nothing may be copied into a tensor now, and what to do about it; None where it may."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return (
+            "was made within torch.inference_mode(), and can only be written into within it: restore there, or make "
+            "the object outside of it"
+        )
+    return None
+
+
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Tell whether several elements may share one place in memory, as those of an expanded tensor do."""
     if tensor.is_contiguous() or type(tensor) not in WHOLE or not tensor.numel():

@@ -27,7 +27,7 @@ from everstep.checkpoint.state.kinds import (
 from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, set_epochs
 from everstep.checkpoint.state.loaders import begin_loader, check_position
-from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself
+from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself, why_not_written
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe_structure
 
@@ -118,6 +118,13 @@ class StateValue:
         if is_tensor(self.value) and "" not in saved.tensors:
             problems.append(f"{self.prefix} is no tensor in the checkpoint")
             return {}
+        if not is_tensor(self.value):
+            held = names.walk_leaves(self.value, is_leaf)
+            problems += [
+                f"{saved.full(name)} {why}"
+                for name, leaf in held
+                if is_tensor(leaf) and name in saved.tensors and (why := why_not_written(leaf))
+            ]
         return _make_targets(saved, self.value, problems, whole=is_tensor(self.value))
 
     def _check_tied(self, saved: Saved, problems: list[str]) -> None:
