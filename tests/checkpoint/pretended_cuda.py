@@ -527,6 +527,7 @@ def pretended_cuda(seed: int = 0, devices: int = 2) -> Iterator[Runtime]:
     }
     with pytest.MonkeyPatch.context() as patch, own_steps(), _Factories():
         patch.setattr(Runtime, "now", runtime)
+        patch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)  # Lightning's: devices are then found by counting
         for name, value in names.items():
             assert hasattr(torch.cuda, name), f"torch.cuda has no {name}: what is pretended is not there"
             patch.setattr(torch.cuda, name, value)
