@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_the_users_own_failure_file_wins(tmp_path: Path) -> None:
         assert failure.read_text() == "my own words"
 
 
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """Provide processes that hear a hang-up, also where the tests run under nohup, which hands down its deafness."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize(
     "signum",
     [signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGHUP, 37],
