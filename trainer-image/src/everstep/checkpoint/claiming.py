@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,11 +29,6 @@ from everstep.checkpoint.together import run_on_all_ranks
 from everstep.checkpoint.topology import Topology
 
 _log = logging.getLogger("everstep.checkpoint")
-
-_SHARED_PATIENCE = (
-    60.0  # seconds until another node sees what was written: NFS remembers for a while what was not there
-)
-_PAUSE = 0.2  # seconds
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,6 @@ def claim_node(
     identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(machines))
     claimed = run_on_all_ranks(claim_on_first, group)
     (token, run), secret = broadcast_from_first((claimed, secrets.token_hex(32)), group)
-    run_on_all_ranks(lambda: _check_is_shared(store, run, topology), group)
     config = WriterConfig(
         url=store.url,
         attempt=token,
@@ -171,30 +164,6 @@ def claim_attempt(
         # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.
         _log.warning("whether a later attempt has used the store is not known: %s", error)
     return str(given), run
-
-
-def _check_is_shared(store: Store, run: str, topology: Topology) -> None:
-    """See that this node has the store of rank 0: no checkpoint of nodes that have several is ever whole.
-
-    Args:
-        store: Of this node.
-        run: What rank 0's is called; empty where that could not be asked.
-        topology: One rank of each other node looks.
-
-    Raises:
-        CheckpointError: It has another one.
-    """
-    until = time.monotonic() + _SHARED_PATIENCE
-    while run and topology.node != 0 and topology.local == 0:
-        found = attempts.read_run(store)
-        if found in (None, run):  # one that cannot be asked now may be the same
-            return
-        if time.monotonic() >= until:
-            raise CheckpointError(
-                f"node {topology.node} does not see in {store.url} what rank 0 has written to the store: give all "
-                "nodes one store that they share, such as a mounted volume or s3://"
-            )
-        time.sleep(_PAUSE)
 
 
 def check_is_empty(store: Store, keep_last: int) -> None:
