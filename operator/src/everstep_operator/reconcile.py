@@ -26,15 +26,19 @@ from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.nodes import NodeDirectory
 from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.unlisted import UnlistedPods
 from everstep_operator.plan import form, make_plan
 from everstep_operator.plan.actions import CreatePods, JobEvent, JobPlan
+from everstep_operator.plan.agent_config import find_termination_grace
 from everstep_operator.plan.gang import is_waiting
 from everstep_operator.plan.keys import find_key
 from everstep_operator.plan.leader import LeaderView
+from everstep_operator.plan.node import NodeView
+from everstep_operator.plan.node_loss import declare_lost_nodes
 from everstep_operator.plan.observed import Observation, PlanSettings, PodView, Rejection
 from everstep_operator.plan.situation import RUN_PHASES
 
@@ -76,6 +80,7 @@ class Reconciler:
     frozen: FrozenTemplates
     gangs: WaitingGangs
     nodes: NodeDirectory
+    leases: NodeLeases
     actor: ActionExecutor
     settings: PlanSettings
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
@@ -190,6 +195,7 @@ class Reconciler:
 
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observation:
         pods = self.cache.pods_of(key)
+        leader = self._find_leader_view(key, job, pods)
         memory, frozen = self._memory(key, job.metadata.uid), None
         finished = job.status.phase is not None and job.status.phase.finished
         if job.status.template is not None and not finished:
@@ -198,16 +204,25 @@ class Reconciler:
             job=job,
             pods=pods,
             pools=self._read_pools(job),
-            leader=self._find_leader_view(key, job, pods),
+            leader=leader,
             gangs=self.gangs.others(key),
             frozen=frozen,
             settings=self.settings,
             rejection=rejection,
             status_written_at=memory.status_written_at,
-            nodes=await self.nodes.under(pods),
+            nodes=await self._find_nodes(job, pods, leader),
+            silent_nodes=self.leases.list_silent_nodes(),
             places=self.count_places(key, job),
             scale_up_at=memory.scale_up_at,
         )
+
+    async def _find_nodes(
+        self, job: TrainingJob, pods: tuple[PodView, ...], leader: LeaderView | None
+    ) -> dict[str, NodeView]:
+        nodes = self.leases.mark_silent((await self.nodes.under(pods)).values())
+        ours = [pod for pod in pods if pod.owner == job.metadata.uid]
+        grace = find_termination_grace(job, self.settings)
+        return declare_lost_nodes(nodes, ours, leader, grace=grace, now=self.clock())
 
     def count_places(self, key: Key, job: TrainingJob) -> int | None:
         """Count the pods of a waiting job that today's nodes could hold; None: it does not wait, or nobody knows."""
@@ -317,6 +332,7 @@ class Reconciler:
     # --- what follows
 
     def _update_polling(self, key: Key, job: TrainingJob, made: JobPlan) -> None:
+        self.leases.follow(key, made.suspects)
         if made.poll is None:
             self.leaders.stop_polling(key)
         else:
@@ -340,6 +356,7 @@ class Reconciler:
 
     def _forget_job(self, key: Key, uid: str) -> None:
         self.leaders.stop_polling(key)
+        self.leases.follow(key, frozenset())
         self.gangs.update(key, None)
         self.nodes.forget(key)
         known = self._memories.pop(key, None)
