@@ -10,8 +10,8 @@ import pytest
 from everstep_operator.api.status import Cause, ConditionType
 from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan
 from everstep_operator.plan.affinity import exclude_nodes, is_node_allowed
-from everstep_operator.plan.node import NodeView
 from everstep_operator.plan.node_loss import CONFIRM_SECONDS, JOIN_SECONDS, describe_brake
+from everstep_operator.plan.node_view import NodeView
 from tests.builders import job
 from tests.plan.world import World
 
@@ -173,7 +173,8 @@ def test_a_pod_that_is_deleted_while_its_agent_is_heard_keeps_its_time() -> None
 
 
 @pytest.mark.parametrize(
-    ("silent", "nodes", "brakes"), [(1, 1, False), (2, 2, False), (2, 3, True), (1, 3, False), (2, 4, False), (3, 4, True)]
+    ("silent", "nodes", "brakes"),
+    [(1, 1, False), (2, 2, False), (2, 3, True), (1, 3, False), (2, 4, False), (3, 4, True)],
 )
 def test_more_than_half_of_three_or_more_is_too_many(silent: int, nodes: int, brakes: bool) -> None:
     assert bool(describe_brake(silent, nodes, "zone a")) == brakes

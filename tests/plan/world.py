@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.status import TrainingJobStatus
-from everstep_operator.plan import form, make_plan
+from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
@@ -25,10 +25,10 @@ from everstep_operator.plan.actions import (
     StopLeader,
 )
 from everstep_operator.plan.agent_config import find_termination_grace
-from everstep_operator.plan.leader import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
-from everstep_operator.plan.node import NodeView
+from everstep_operator.plan.leader_view import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
 from everstep_operator.plan.node_loss import declare_lost_nodes
-from everstep_operator.plan.observed import (
+from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.observation import (
     ContainerEnd,
     FrozenTemplate,
     GangView,
@@ -39,7 +39,7 @@ from everstep_operator.plan.observed import (
     TerminationMessage,
     token_secret_name,
 )
-from everstep_operator.plan.pods import build_pod
+from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import read_frozen_template
 from tests.builders import CREATED
 
@@ -186,7 +186,7 @@ class World:
 
     def _plan(self, observed: Observation) -> JobPlan:
         made = make_plan(observed, self.now)
-        if form.find_pod_to_scale_up(observed, made) is None:
+        if pod_creation.find_pod_to_scale_up(observed, made) is None:
             return made
         self.asked_for_room += 1
         return make_plan(dataclasses.replace(observed, scale_up_at=self.scale_up_at), self.now)
@@ -310,12 +310,18 @@ class World:
             self.leader = Leader(head.epoch, head.uid, self.job.spec.restart.application)
         leader, running = (
             self.leader,
-            {p.uid: p for p in self.pods.values() if p.running and p.template == head.template and p.uid not in self.mute},
+            {
+                p.uid: p
+                for p in self.pods.values()
+                if p.running and p.template == head.template and p.uid not in self.mute
+            },
         )
         if leader.outcome is not None or head.uid in self.mute:
             return
         if leader.phase == "running" and any(uid not in running for uid in leader.members):
-            index = next((p.index for p in self.pods.values() if p.uid in leader.members and p.uid not in running), None)
+            index = next(
+                (p.index for p in self.pods.values() if p.uid in leader.members and p.uid not in running), None
+            )
             leader.end_generation("PodLost", self.now, index=index)
             self.broken += 1
         if leader.phase == "forming" and len(running) == self.job.spec.num_nodes and not head.deleting:

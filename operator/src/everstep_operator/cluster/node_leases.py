@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from everstep.agent.clock import read_boottime
+from everstep.agent.system.clock import read_boottime
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import LEASES
-from everstep_operator.plan.node import NodeView
 from everstep_operator.plan.node_loss import describe_brake
+from everstep_operator.plan.node_view import NodeView
 
 log = structlog.get_logger(__name__)
 
@@ -182,9 +182,7 @@ class NodeLeases:
     def _stop(self, message: str) -> None:
         """Give up for good: without the right to read Leases, dead nodes take as long as Kubernetes takes."""
         if not self._is_forbidden:
-            log.warning(
-                "may not read the leases of nodes: one is lost when its Node is removed", error=message
-            )
+            log.warning("may not read the leases of nodes: one is lost when its Node is removed", error=message)
         self._is_forbidden = True
         for known in self._nodes.values():
             known.task.cancel()

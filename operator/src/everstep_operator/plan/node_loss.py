@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from everstep_operator.plan.agent_config import find_termination_grace
-from everstep_operator.plan.leader import LeaderView
-from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.observed import PodView
-from everstep_operator.plan.situation import RUN_PHASES, PlanContext
+from everstep_operator.plan.leader_view import LeaderView
+from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.observation import PodView
+from everstep_operator.plan.plan_context import RUN_PHASES, PlanContext
 
 MIN_BRAKED = 3
 MAX_SUSPECTS = 64  # nodes of one job whose Leases are read at a time
