@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.faults import explain_fault, is_of_the_pod
-from everstep.agent.tasks import Tasks
+from everstep.agent.system.faults import explain_fault, is_of_the_pod
+from everstep.agent.system.tasks import Tasks
 from everstep.checkpoint.fence import explain_fence
 from everstep.checkpoint.keys import Attempt
 

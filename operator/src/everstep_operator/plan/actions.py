@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep_operator.api.status import TrainingJobStatus
-    from everstep_operator.plan.observed import FrozenTemplate
+    from everstep_operator.plan.observation import FrozenTemplate
 
 
 @dataclass(frozen=True, slots=True)

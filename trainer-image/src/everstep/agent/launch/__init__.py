@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from everstep.agent.events import GenerationLayout
+from everstep.agent.ranks.events import GenerationLayout
 
 
 @dataclass(frozen=True)

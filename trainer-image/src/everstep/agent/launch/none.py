@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everstep.agent.contract import build_torchrun_variables
-from everstep.agent.events import GenerationLayout
+from everstep.agent.ranks.container_contract import build_torchrun_variables
+from everstep.agent.ranks.events import GenerationLayout
 
 from . import RankPlacement
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.agent.events import GenerationLayout
+from everstep.agent.ranks.events import GenerationLayout
 
 from . import RankPlacement
 
