@@ -24,11 +24,11 @@ from everstep_operator.plan.actions import (
     JobPlan,
     StopLeader,
 )
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.leader_view import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import (
     ContainerEnd,
-    FrozenTemplate,
     GangView,
     Observation,
     PlanSettings,

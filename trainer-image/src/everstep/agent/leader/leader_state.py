@@ -18,8 +18,8 @@ from typing import Any, Callable
 
 from everstep.agent.config import AgentConfig
 from everstep.agent.ranks import failure_causes
-from everstep.agent.ranks.events import GenerationLayout
 from everstep.agent.wire import protocol
+from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.protocol import (
     BACKOFF,
     ENDED,
