@@ -26,7 +26,8 @@ from everstep.agent.leader.leader_server import LeaderServer, find_free_port
 from everstep.agent.leader.leader_state import LeaderState
 from everstep.agent.main import raise_file_limit
 from everstep.agent.node.node_agent import NodeAgent
-from everstep.agent.ranks.events import Event, GenerationLayout, RankStarted
+from everstep.agent.ranks.events import Event, RankStarted
+from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.http_server import Handler, HttpServer
 from everstep.agent.wire.leader_client import LeaderClient
 

@@ -16,8 +16,9 @@ from everstep.agent.leader.leader_state import LeaderState
 from everstep.agent.leader.node_links import Links
 from everstep.agent.node.announce import announce_agent
 from everstep.agent.node.fencing import LeaderLease, SuspendDetector, answers_tls, make_client_hello
-from everstep.agent.ranks.events import DaemonExited, DaemonOutput, GenerationLayout, RankProgressed
+from everstep.agent.ranks.events import DaemonExited, DaemonOutput, RankProgressed
 from everstep.agent.system.host_names import addresses_of
+from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.http_client import REQUEST_TIMEOUT_SECONDS
 from everstep.agent.wire.link import AgentLink, Channel, dial_agent
 from everstep.agent.wire.protocol import Gpu

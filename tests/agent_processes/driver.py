@@ -18,22 +18,23 @@ from typing import Any
 async def main(source: str, setup: dict[str, Any], commands: int, events: int) -> None:
     sys.path.insert(0, source)
     from everstep.agent.config import AgentPaths, parse_config
-    from everstep.agent.node import gpu_health, termination_message
+    from everstep.agent.node import gpu_health
     from everstep.agent.node import supervisor as module
-    from everstep.agent.node.supervisor import DaemonOutput, GenerationLayout, Supervisor
-    from everstep.agent.ranks import environment
+    from everstep.agent.node.supervisor import DaemonOutput, Supervisor
+    from everstep.agent.ranks import environment, failure_file
     from everstep.agent.system import gpu, shared_memory
+    from everstep.agent.wire.generation_layout import GenerationLayout
 
     gate = threading.Event()
     if setup["slow_volume"]:
-        forget = termination_message.remove_failure_file
+        forget = failure_file.remove_failure_file
 
         def slow_forget(output: Path) -> Path:
             send("Forgetting")
             gate.wait()
             return forget(output)
 
-        termination_message.remove_failure_file = slow_forget
+        failure_file.remove_failure_file = slow_forget
     if setup["hung_failure_file"]:
 
         def hang(path: Path) -> str:
@@ -41,7 +42,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             gate.wait()
             return ""
 
-        termination_message.read_failure_file = hang
+        failure_file.read_failure_file = hang
     if setup["hung_program"]:
 
         def wait_for_volume(name: str, path: str | None) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.launch import Launcher, count_ranks_on_node, none, torch
+from everstep.agent.launch import none, torch
+from everstep.agent.launch.launcher import Launcher, count_ranks_on_node
 from everstep.agent.launch.mpi_flavors import (
     LauncherRun,
     UnsupportedMpi,
@@ -25,8 +26,8 @@ from everstep.agent.ranks.container_contract import (
     drop_unusable_variables,
 )
 from everstep.agent.ranks.environment import count_cpus, restore_path
-from everstep.agent.ranks.events import GenerationLayout
 from everstep.agent.system.gpu import count_gpus
+from everstep.agent.wire.generation_layout import GenerationLayout
 
 
 def facts(**changes: object) -> ContractFacts:

@@ -32,7 +32,8 @@ from everstep_operator.plan.actions import (
     EnsureTemplate,
     PodRef,
 )
-from everstep_operator.plan.observation import FrozenTemplate, PlanSettings
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.observation import PlanSettings
 from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.pod_manifest import build_owner_reference
 from tests.builders import job

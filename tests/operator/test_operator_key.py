@@ -32,8 +32,12 @@ def taken() -> errors.AlreadyExists:
 
 async def load(client: Secrets, folder: Path, patience: float = 1.0) -> bytes:
     return await operator_key.load_or_create_key(
-        client, "everstep-system", folder, "everstep-operator-key", patience=patience
-    )  # type: ignore[arg-type]
+        client,  # type: ignore[arg-type]
+        "everstep-system",
+        folder,
+        "everstep-operator-key",
+        patience=patience,
+    )
 
 
 async def test_a_mounted_key_is_used_and_nothing_is_asked(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.resources import NODES, PODS
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.plan import template
-from everstep_operator.plan.observation import FrozenTemplate, PlanSettings
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.observation import PlanSettings
 from tests.builders import job
 
 

@@ -25,12 +25,12 @@ from everstep_operator.plan.actions import (
     StopLeader,
 )
 from everstep_operator.plan.agent_config import find_termination_grace
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.leader_view import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
 from everstep_operator.plan.node_loss import declare_lost_nodes
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import (
     ContainerEnd,
-    FrozenTemplate,
     GangView,
     Observation,
     PlanSettings,

@@ -7,7 +7,7 @@ import structlog
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.resources import CONFIG_MAPS
-from everstep_operator.plan.observation import FrozenTemplate
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.template import read_frozen_template
 
 log = structlog.get_logger(__name__)

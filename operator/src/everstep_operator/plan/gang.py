@@ -1,8 +1,8 @@
 """All or nothing: when a set that is only partly placed gives its nodes back, and when it tries again.
 
 The scheduler binds pods one by one, so two jobs can each hold half of what both need. Gangs that share a pool are
-ordered: first those that today's nodes could hold (node_capacity.py), then those that they could not, each by age (creation
-time, then UID). "Older" and "younger" below are by this order. And:
+ordered: first those that today's nodes could hold (node_capacity.py), then those that they could not, each by age
+(creation time, then UID). "Older" and "younger" below are by this order. And:
 
 - the oldest never gives back anything while another gang wants the pool;
 - of the others, a gang that has stalled gives back once no younger gang holds nodes, or at once if the nodes that all

@@ -1,7 +1,7 @@
 """The observation that a plan is made from: everything that was read, sorted once into small frozen values.
 
-`parse_pod` is the only place that looks at a raw pod, `parse_leader_state` (leader_view.py) the only one that looks at an
-agent's JSON. All strings that come from outside are bounded here, so that nothing downstream has to think about it.
+`parse_pod` is the only place that looks at a raw pod, `parse_leader_state` (leader_view.py) the only one that looks at
+an agent's JSON. All strings that come from outside are bounded here, so that nothing downstream has to think about it.
 Times are Unix seconds (UTC); None means "has not happened, as far as is known".
 """
 
@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.plan.actions import Action
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.leader_view import (
     LeaderProgress,
@@ -24,11 +28,6 @@ from everstep_operator.plan.leader_view import (
     parse_progress,
 )
 from everstep_operator.plan.node_view import NodeView
-
-if TYPE_CHECKING:
-    from everstep_operator.api.job import TrainingJob
-    from everstep_operator.api.pool import TrainingPool
-    from everstep_operator.plan.actions import Action
 
 TRAINER_CONTAINER = "trainer"
 TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
@@ -142,15 +141,6 @@ class GangView:
     def possible(self) -> bool:
         """Return whether today's nodes could hold the whole set. It is a presumption: nodes are added and removed."""
         return self.places is None or self.places >= self.wanted
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenTemplate:
-    """The immutable ConfigMap `<job>-<t>` of the current template epoch, as it was read, its signature verified."""
-
-    epoch: int
-    pod: Mapping[str, Any]  # template.json
-    job: Mapping[str, Any]  # job.json
 
 
 @dataclass(frozen=True, slots=True)

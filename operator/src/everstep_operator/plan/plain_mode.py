@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from everstep.agent.launch import RankPlacement
 from everstep.agent.ranks.container_contract import (
     ContractFacts,
     build_contract_files,
@@ -23,6 +22,7 @@ from everstep.agent.ranks.container_contract import (
     build_torchrun_variables,
     encode_json,
 )
+from everstep.agent.ranks.placement import RankPlacement
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.observation import INIT_FAILED, ContainerEnd, PodView
 

@@ -22,7 +22,8 @@ from everstep_operator.plan.actions import (
     JobPlan,
 )
 from everstep_operator.plan.decision import Decision
-from everstep_operator.plan.observation import FrozenTemplate, GangView, Observation, PodView
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.observation import GangView, Observation, PodView
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES, PlanContext
 from everstep_operator.plan.pod_manifest import build_pod, template_name

@@ -11,8 +11,9 @@ from typing import Any
 
 from everstep_operator.plan import plain_mode
 from everstep_operator.plan.affinity import exclude_nodes
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observation import TRAINER_CONTAINER, FrozenTemplate
+from everstep_operator.plan.observation import TRAINER_CONTAINER
 
 LEADER_VARIABLE = "EVERSTEP_LEADER"
 MANAGED_BY_LABEL = {"app.kubernetes.io/managed-by": "everstep"}

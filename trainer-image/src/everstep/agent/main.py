@@ -20,7 +20,9 @@ from .node import termination_message
 from .node.node_agent import AgentExit, NodeAgent
 from .node.supervisor import Supervisor
 from .node.supervisor_interface import SupervisorInterface
-from .node.termination_message import log_line
+from .ranks import failure_file
+from .system import agent_log
+from .system.agent_log import log_line
 from .system.clock import read_boottime
 from .system.faults import explain_fault
 from .system.processes import make_undumpable
@@ -118,7 +120,7 @@ def run_agent(options: AgentOptions) -> int:
             config = dataclasses.replace(config, port=options.port, service="")
         return asyncio.run(_Agent(config, place, token).run())
     except Exception as error:
-        termination_message.route_log_lines(None)
+        agent_log.route_log_lines(None)
         if not isinstance(error, (OSError, ValueError)):
             log_line(traceback.format_exc())
         log_line(explain_fault(error))
@@ -154,7 +156,7 @@ class _Agent:
             leading = LeaderServer(config, self._token, node, leader, loop.time)
             routes.update(leading.routes())
         processes = Supervisor(config, self._place, node.emit, leading.spawn_on if leading else _reject_spawn)
-        termination_message.route_log_lines(processes.log)
+        agent_log.route_log_lines(processes.log)
         node.run_with(processes, self._token)
         # By this clock a request that was signed before this machine was suspended is too old to renew a lease.
         server = HttpServer(self._token, routes, read_boottime)
@@ -185,7 +187,7 @@ class _Agent:
         return termination_message.safe_exit_code(ended.exit_code)
 
     async def _close(self, processes: SupervisorInterface) -> None:
-        termination_message.route_log_lines(None)
+        agent_log.route_log_lines(None)
         await processes.close()
 
     async def _leave_last_words(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
@@ -208,10 +210,10 @@ class _Agent:
         if ended.result == FAILED:
             output, message, tail = self._place.ml / "output", str(word["message"]), tuple(word["logTail"])
             writing = in_thread_when_possible(
-                lambda: termination_message.write_failure_file(output, message, tail), "failure-file"
+                lambda: failure_file.write_failure_file(output, message, tail), "failure-file"
             )
             with contextlib.suppress(asyncio.TimeoutError):  # a volume that hangs must not keep the pod from ending
-                await asyncio.wait_for(writing, termination_message.FAILURE_FILE_SECONDS)
+                await asyncio.wait_for(writing, failure_file.FAILURE_FILE_SECONDS)
 
     def _handle_stop_signal(self, node: NodeAgent, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""

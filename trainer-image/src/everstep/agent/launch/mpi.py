@@ -18,9 +18,10 @@ from typing import Any, Callable, Protocol
 
 from everstep.agent.ranks import logs
 from everstep.agent.ranks.environment import count_cpus, find_interface
-from everstep.agent.ranks.events import Event, GenerationLayout, LauncherExited, PodUnusable
+from everstep.agent.ranks.events import Event, LauncherExited, PodUnusable
 from everstep.agent.system import faults
 from everstep.agent.system.processes import ChildProcess, ChildProcesses
+from everstep.agent.wire.generation_layout import GenerationLayout
 
 from . import mpi_flavors
 from .local_socket import LocalConnection, LocalServer

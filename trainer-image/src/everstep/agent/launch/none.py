@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from everstep.agent.ranks.container_contract import build_torchrun_variables
-from everstep.agent.ranks.events import GenerationLayout
-
-from . import RankPlacement
+from everstep.agent.ranks.placement import RankPlacement
+from everstep.agent.wire.generation_layout import GenerationLayout
 
 
 def place_ranks(layout: GenerationLayout) -> list[RankPlacement]:

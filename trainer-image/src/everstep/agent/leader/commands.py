@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
-from everstep.agent.ranks.events import GenerationLayout
+from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.protocol import Outcome
 
 

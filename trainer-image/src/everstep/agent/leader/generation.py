@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.agent.config import AgentConfig
-from everstep.agent.launch import count_ranks_on_node
+from everstep.agent.launch.launcher import count_ranks_on_node
 from everstep.agent.ranks import failure_causes
 from everstep.agent.ranks.failure_causes import GenerationFailure
 from everstep.agent.wire.protocol import EndedGeneration, GenerationReport

@@ -14,7 +14,7 @@ from everstep.agent.config import AgentConfig
 from everstep.agent.node.fencing import LeaderLease, answers_tls, find_api_server
 from everstep.agent.node.node_agent import NodeAgent
 from everstep.agent.node.supervisor_interface import SupervisorInterface
-from everstep.agent.node.termination_message import log_line
+from everstep.agent.system.agent_log import log_line
 from everstep.agent.system.clock import read_boottime
 from everstep.agent.system.tasks import Tasks
 from everstep.agent.wire import protocol

@@ -1,8 +1,8 @@
 """The leader as a pure state machine, which decides when ranks start and stop.
 
 No sockets, no clock of its own, no tasks: every input carries `now` (monotonic seconds) and leaves commands behind,
-which the caller takes and carries out. `leader_server.py` is that caller. What it decides from is kept in `members.py` (the
-nodes), `generation.py` (the ranks that run or stop) and `restart_allowance.py` (the ledger).
+which the caller takes and carries out. `leader_server.py` is that caller. What it decides from is kept in `members.py`
+(the nodes), `generation.py` (the ranks that run or stop) and `restart_allowance.py` (the ledger).
 
     forming -> starting -> running -> stopping -> (backoff) -> forming ... -> ended
 
@@ -18,8 +18,8 @@ from typing import Any, Callable
 
 from everstep.agent.config import AgentConfig
 from everstep.agent.ranks import failure_causes
-from everstep.agent.ranks.events import GenerationLayout
 from everstep.agent.wire import protocol
+from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.protocol import (
     BACKOFF,
     ENDED,

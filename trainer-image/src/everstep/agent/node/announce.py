@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import random
 
+from everstep.agent.system.agent_log import log_line
 from everstep.agent.system.host_names import addresses_of
 from everstep.agent.wire.http_client import REQUEST_TIMEOUT_SECONDS, RequestRejected, post_once
 
 from .node_agent import NodeAgent
-from .termination_message import log_line
 
 PATIENCE_SECONDS = 30.0  # seconds; long before, the operator knows the address
 SHORTEST, LONGEST = 0.05, 2.0  # seconds between two tries

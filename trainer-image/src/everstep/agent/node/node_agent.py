@@ -19,7 +19,6 @@ from everstep.agent.ranks.events import (
     DaemonExited,
     DaemonOutput,
     Event,
-    GenerationLayout,
     LauncherExited,
     PodUnusable,
     RankExited,
@@ -27,10 +26,12 @@ from everstep.agent.ranks.events import (
     RankStarted,
 )
 from everstep.agent.ranks.failure_causes import is_echo
+from everstep.agent.system.agent_log import log_line
 from everstep.agent.system.clock import read_boottime
 from everstep.agent.system.faults import explain_fault
 from everstep.agent.system.tasks import Tasks
 from everstep.agent.wire import auth
+from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.http_server import HttpError, HttpRequest, HttpResponse
 from everstep.agent.wire.link import AgentLink, Channel, LinkClosed
 from everstep.agent.wire.protocol import (
@@ -48,7 +49,6 @@ from everstep.agent.wire.protocol import (
 
 from .fencing import FenceFile, LeaderLease, SuspendDetector
 from .supervisor_interface import SupervisorInterface
-from .termination_message import log_line
 
 MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from everstep.agent.config import AgentConfig, AgentPaths
-from everstep.agent.launch import Launcher, RankPlacement, count_ranks_on_node, none, torch
+from everstep.agent.launch import none, torch
+from everstep.agent.launch.launcher import Launcher, count_ranks_on_node
 from everstep.agent.launch.mpi_daemons import Daemons
-from everstep.agent.ranks import environment, logs
+from everstep.agent.ranks import environment, failure_file, logs
 from everstep.agent.ranks.container_contract import (
     ContractFacts,
     build_contract_files,
@@ -28,21 +29,20 @@ from everstep.agent.ranks.events import (
     DaemonExited,
     DaemonOutput,
     Event,
-    GenerationLayout,
     LauncherExited,
     PodUnusable,
     RankExited,
     RankProgressed,
     RankStarted,
 )
+from everstep.agent.ranks.placement import RankPlacement
 from everstep.agent.ranks.rank import Rank, RankCommand, RankContext
 from everstep.agent.system import gpu, oom, shared_memory
 from everstep.agent.system.faults import name_file_in_errors
 from everstep.agent.system.processes import ChildProcesses
 from everstep.agent.system.tasks import Tasks
 from everstep.agent.system.threads import in_thread_if_possible, in_thread_when_possible
-
-from . import termination_message
+from everstep.agent.wire.generation_layout import GenerationLayout
 
 if TYPE_CHECKING:
     from everstep.agent.launch import mpi
@@ -116,7 +116,7 @@ class Supervisor:
             config = self._config
             self._layout = layout
             self._processes.forget_seen()
-            failure_file, self._contract = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
+            failure_path, self._contract = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
             self._node = RankContext(
                 generation=layout.generation,
                 processes=self._processes,
@@ -125,7 +125,7 @@ class Supervisor:
                 emit=self._emit,
                 memory_counter=self._memory_counter,
                 kills_before=oom.count_oom_kills(self._memory_counter),
-                failure_file=termination_message.FailureFile(failure_file),
+                failure_file=failure_file.FailureFile(failure_path),
                 start_task=self._tasks.start,
             )
             if self._gpus and self._noting is None:
@@ -298,7 +298,7 @@ class Supervisor:
                 raise ValueError("this start was given up")
             if self._command:
                 environment.read_program(self._command[0], self._base.get("PATH"))
-            return termination_message.remove_failure_file(self._place.ml / "output"), self._write_contract(layout)
+            return failure_file.remove_failure_file(self._place.ml / "output"), self._write_contract(layout)
 
     def _write_contract(self, layout: GenerationLayout) -> dict[str, str]:
         config, place = self._config, self._place

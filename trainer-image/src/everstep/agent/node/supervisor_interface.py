@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from everstep.agent.ranks.events import GenerationLayout
+from everstep.agent.wire.generation_layout import GenerationLayout
 
 
 class SupervisorInterface(Protocol):

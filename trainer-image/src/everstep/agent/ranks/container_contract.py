@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.agent.launch import RankPlacement
+from everstep.agent.ranks.placement import RankPlacement
 
 INSTANCE_GROUP = "homogeneousCluster"
 MAX_VARIABLE_BYTES = (

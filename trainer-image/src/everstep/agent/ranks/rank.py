@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
-from everstep.agent.node import termination_message
 from everstep.agent.system import faults, oom
 from everstep.agent.system.processes import ChildProcess, ChildProcesses
 
 from . import failure_causes, logs, tracebacks
 from .events import Event, RankExited, RankProgressed, RankStarted
+from .failure_file import FailureFile
 from .progress import ProgressReader, ProgressUpdate
 
 _KILL = 9
@@ -32,9 +32,7 @@ class RankContext:
     emit: Callable[[Event], None]
     memory_counter: Path | None
     kills_before: int | None  # OOM kills when the generation began
-    failure_file: (
-        termination_message.FailureFile
-    )  # where a program may say why it failed; absent when the generation began
+    failure_file: FailureFile  # where a program may say why it failed; absent when the generation began
     start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 

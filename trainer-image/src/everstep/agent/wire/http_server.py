@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 from urllib.parse import parse_qsl
 
-from everstep.agent.node.termination_message import log_line
+from everstep.agent.system.agent_log import log_line
 
 from . import auth
 
