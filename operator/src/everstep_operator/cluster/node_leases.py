@@ -9,7 +9,7 @@ renew either while the API server was away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 NODE_LEASES_NAMESPACE = "kube-node-lease"
 PERIOD = 2.0  # seconds between two reads of one Lease
 READS_AT_ONCE = 16
+READS_A_SECOND = 100
 MAX_AVOIDED = 32  # names in a pod that is made
 
 
@@ -55,7 +56,7 @@ class NodeLeases:
         clock: Callable[[], float],
         silence: float,
         timer: Callable[[], float] = read_boottime,
-        period: float = PERIOD,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Begin with no node.
 
@@ -66,7 +67,7 @@ class NodeLeases:
             clock: Unix seconds, as plans have them.
             silence: Seconds without a renewal after which a node is silent; 0: never.
             timer: Monotonic seconds that go on while the machine is suspended.
-            period: Seconds between two reads of one Lease.
+            sleep: Waits for so many seconds of `timer`.
         """
         self._client = client
         self._cache = cache
@@ -74,7 +75,7 @@ class NodeLeases:
         self._clock = clock
         self._silence = silence
         self._timer = timer
-        self._period = period
+        self._sleep = sleep
         self._nodes: dict[str, _FollowedNode] = {}
         self._reads = asyncio.Semaphore(READS_AT_ONCE)
         self._is_forbidden = False
@@ -127,6 +128,11 @@ class NodeLeases:
             silent, everywhere, "the cluster"
         )
 
+    @property
+    def _period(self) -> float:
+        """Return the seconds between two reads of one Lease: longer where very many are followed."""
+        return max(PERIOD, len(self._nodes) / READS_A_SECOND)
+
     def _drop_if_idle(self, name: str) -> None:
         known = self._nodes[name]
         entry = self._cache.nodes.get(("", name))
@@ -150,7 +156,7 @@ class NodeLeases:
                 log.info("cannot read the lease of a node", node=name, error=str(error))
             else:
                 self._note_read(name, str(lease["metadata"].get("resourceVersion") or ""), asked)
-            await asyncio.sleep(max(self._period, len(self._nodes) / (READS_AT_ONCE * 8)))
+            await self._sleep(self._period)
             if name in self._nodes:
                 self._drop_if_idle(name)
 
@@ -164,7 +170,7 @@ class NodeLeases:
         if not version or version != known.version or known.unchanged_since is None:
             known.version, known.unchanged_since = version, now if version else None
             self._set_silent(name, known, None)
-        elif gap > 3 * max(self._period, len(self._nodes) / (READS_AT_ONCE * 8)) + 1.0:
+        elif gap > 3 * self._period:
             known.unchanged_since = now
         elif known.silent_since is None and asked - known.unchanged_since >= self._silence:
             log.warning("a node is silent", node=name, seconds=round(asked - known.unchanged_since, 1))
