@@ -20,8 +20,6 @@ MANY_PARAMETERS = {
     "trainer-image/src/everstep/checkpoint/session.py: Checkpointer.__init__": 21,
     "trainer-image/src/everstep/cli/checkpoint_exchange.py: export": 11,
     "trainer-image/src/everstep/cli/pipeline.py: plan": 12,
-    "trainer-image/src/everstep/pipeline/partition/solve.py: partition_graph": 11,
-    "trainer-image/src/everstep/pipeline/session.py: pipeline": 25,
 }
 
 
