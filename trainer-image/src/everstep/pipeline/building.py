@@ -1,4 +1,4 @@
-"""Build what runs: this process's stages with their weights, groups, and the engine: the last of the three steps."""
+"""Build what runs: this process's stages with their weights, groups, and the engine: the last step of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan a pipeline, and cut its model into the stages of the plan: the second of the three steps of a pipeline."""
+"""Trace a model, plan its pipeline, and cut it into the stages of the plan: the middle of the making of a pipeline."""
 
 from __future__ import annotations
 
@@ -46,20 +46,34 @@ class CutModel:
     loss: Loss
 
 
-def plan_and_cut(terms: PipelineTerms) -> CutModel:
-    """Trace the model, plan it, cut it, and check that the stages are the model. Collective.
+def trace_requested_model(terms: PipelineTerms) -> Traced | Tree:
+    """Find what of the model can be in a stage of its own. Collective.
 
     Args:
         terms: The terms on which all processes agree.
 
     Returns:
+        The traced model, or the chain of its blocks.
+
+    Raises:
+        PipelineError: On all processes: the model cannot be cut.
+    """
+    return terms.control.all(lambda: _look_into_model(terms))
+
+
+def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
+    """Plan the stages, cut the model into them, and check that they are the model. Collective.
+
+    Args:
+        terms: The terms on which all processes agree.
+        found: The traced model, or the chain of its blocks.
+
+    Returns:
         The model in stages, the same on all processes.
 
     Raises:
-        PipelineError: On all processes: the model cannot be cut, nothing fits, or the stages would train something
-            else.
+        PipelineError: On all processes: nothing fits, or the stages would train something else.
     """
-    found = terms.control.all(lambda: _look_into_model(terms))
     _refuse_writes(terms, found, terms.request.microbatches or 1)  # before anything is measured, if that is known
     plan = _make_plan(terms, found)
     _refuse_writes(terms, found, plan.microbatches)

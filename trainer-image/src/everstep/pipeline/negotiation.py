@@ -1,4 +1,4 @@
-"""All processes agree on what was asked for, and each finds its part: the first of the three steps of a pipeline."""
+"""All processes agree on what was asked for, and each finds its part: the first step of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`everstep.pipeline.pipeline(…)`: an ordinary model becomes a pipeline in three steps, on all processes alike."""
+"""`everstep.pipeline.pipeline(…)`: an ordinary model becomes a pipeline step by step, on all processes alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from everstep.keywords import explain_keywords
 from everstep.pipeline.building import build_pipeline
-from everstep.pipeline.cutting import plan_and_cut
+from everstep.pipeline.cutting import plan_and_cut, trace_requested_model
 from everstep.pipeline.engine.losses import Loss
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
@@ -71,4 +71,6 @@ def pipeline(
     control = meet_processes(roll, engine.timeout, engine.heartbeat)
     with watch_processes(control, engine.heartbeat, roll) as heart:
         terms = negotiate(control, request)
-        return build_pipeline(terms, plan_and_cut(terms), heart)
+        found = trace_requested_model(terms)
+        cut = plan_and_cut(terms, found)
+        return build_pipeline(terms, cut, heart)
