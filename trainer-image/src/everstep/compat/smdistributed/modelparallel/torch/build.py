@@ -26,7 +26,7 @@ SCHEDULES = {"interleaved": "1f1b", "simple": "simple", "_only_forward": "simple
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What a first step asks for.
+    """The first step's request for an engine.
 
     Attributes:
         module: The wrapped module.
@@ -54,7 +54,7 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """What the first step has built.
+    """The engine of this process, with what belongs to it.
 
     Attributes:
         engine: The engine of this process.
