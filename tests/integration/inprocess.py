@@ -91,6 +91,7 @@ class Simulation:
     world: World
     job: str
     nodes: tuple[str, ...] = ()  # where pod 0, pod 1 … run; default: all on one
+    mute: set[str] = field(default_factory=set)  # UIDs of pods whose agents nobody hears
     finish: asyncio.Event = field(default_factory=asyncio.Event)
     leaders: dict[str, FakeLeader] = field(default_factory=dict)
     pods_seen: set[tuple[str, str]] = field(default_factory=set)
@@ -144,6 +145,8 @@ class Simulation:
             await leader.start()
             self.leaders[meta["uid"]] = leader
         told = [len(body["addresses"]) for *_, body in leader.asked("peers")]
+        if self.mute & set(uids):
+            return
         if leader.state["phase"] == "forming" and (wanted == 1 or (told and told[-1] == wanted)):
             await leader.say(phase="running", missing=[], nodes=wanted, joined=wanted, ranksStartedAt=1.0)
         elif leader.state["phase"] == "running" and self.finish.is_set():
