@@ -1,0 +1,124 @@
+"""Define what a script may say of a session beyond the usual keywords: what stays, memory, storage, and times.
+
+Each value is checked when the options are made, in the script's words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from everstep.checkpoint.catalog.best import Mode
+from everstep.checkpoint.format import checksum as checksums
+from everstep.checkpoint.session.arguments import check_argument
+
+Group = TypeVar("Group")
+
+
+class _Checked:
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # all that inherit are dataclasses
+            object.__setattr__(self, each.name, check_argument(each.name, getattr(self, each.name)))
+
+
+@dataclass(frozen=True)
+class RetentionOptions(_Checked):
+    """The options of which checkpoints stay beside the newest `keep_last`.
+
+    Attributes:
+        keep_every: Each checkpoint stays whose step is a multiple of this; None for none.
+        keep_best: The number of checkpoints that stay for a number in their metadata; None for none.
+        best_metric: The name of that number.
+        best_mode: Whether the least (`min`) or the greatest (`max`) is the best.
+
+    Raises:
+        ValueError: A value is not allowed.
+    """
+
+    keep_every: int | None = None
+    keep_best: int | None = None
+    best_metric: str = "loss"
+    best_mode: Mode = "min"
+
+
+@dataclass(frozen=True)
+class MemoryOptions(_Checked):
+    """The options of the copies in the nodes' memory, from which they are stored, and restored after a failure.
+
+    Attributes:
+        directory: The directory of this node's slots; None for one in /dev/shm, or in EVERSTEP_CHECKPOINT_MEMORY.
+        slots: The number of copies in each node's memory; with one, no whole copy is there while a save is copied.
+        peers: 1 to keep a copy of each node's slots in the memory of another node, so that the loss of a node costs no
+            read of the store, 0 for none; None for 1 where there are several nodes with room for it. What a node fails
+            together with is EVERSTEP_FAILURE_DOMAIN, by default its machine.
+
+    Raises:
+        ValueError: A value is not allowed.
+    """
+
+    directory: str | os.PathLike[str] | None = None
+    slots: int = 2
+    peers: Literal[0, 1] | None = None
+
+
+@dataclass(frozen=True)
+class StorageOptions(_Checked):
+    """The options of how checkpoints are stored.
+
+    Attributes:
+        options: The options of the store, by their names; see the stores of the page docs/how-to/checkpoints.md.
+        checksum: The algorithm by which what is read is verified.
+        allow_pickle: Whether values of other types than those of the format are saved as pickles.
+
+    Raises:
+        ValueError: A value is not allowed.
+    """
+
+    options: Mapping[str, Any] | None = None
+    checksum: str = checksums.DEFAULT
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True)
+class TimeOptions(_Checked):
+    """The times of a session, in seconds.
+
+    Attributes:
+        timeout: The time that a rank waits for other ranks, or for its writer.
+        commit_timeout: The time that a save may take until it is in the store.
+        stall_after: The time without progress after which a save is reported as stalled.
+        linger: The time that a writer stays whose ranks are gone.
+        time_between_failures: The mean time between failures, for `every="auto"`; None to learn it from the store.
+
+    Raises:
+        ValueError: A value is not allowed.
+    """
+
+    timeout: float = 300.0
+    commit_timeout: float = 1800.0
+    stall_after: float = 60.0
+    linger: float = 600.0
+    time_between_failures: float | None = None
+
+
+def check_group(name: str, given: Group | None, kind: type[Group]) -> Group:
+    """Return a group of options as it was given, or its defaults.
+
+    Args:
+        name: The argument that has the group.
+        given: Its value.
+        kind: The dataclass of the group.
+
+    Raises:
+        ValueError: The value is something else.
+    """
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        first = fields(kind)[0].name  # type: ignore[arg-type]  # it is a dataclass
+        raise ValueError(
+            f"{name} is {given!r}, and must be a {kind.__name__}, as {name}={kind.__name__}({first}=…), or None"
+        )
+    return given
