@@ -42,20 +42,6 @@ def check_argument(name: str, value: Any) -> Any:
         raise ValueError(f"{name} is {value!r}, and must be {allowed}") from None
 
 
-def choose_interval(every: Any, every_steps: Any) -> tuple[Any, int | None]:
-    """Return the time and the number of steps between saves; ten minutes if neither is given.
-
-    Args:
-        every: The time, as it was given.
-        every_steps: The number of steps, as it was given.
-
-    Raises:
-        ValueError: One is not allowed.
-    """
-    every, every_steps = check_argument("every", every), check_argument("every_steps", every_steps)
-    return (DEFAULT_EVERY if every is None and every_steps is None else every), every_steps
-
-
 def _check_count(value: Any, least: int = 1) -> int:
     try:
         number = operator.index(value)

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -33,14 +32,13 @@ from everstep.checkpoint.save.session_end import tell_unmet_request
 from everstep.checkpoint.save.step_agreement import Agreement
 from everstep.checkpoint.save.trigger import Trigger, estimate_mean_time_between_failures
 from everstep.checkpoint.session import claiming
-from everstep.checkpoint.session.arguments import check_argument, choose_interval
 from everstep.checkpoint.session.one_at_a_time import check_process, one_at_a_time
 from everstep.checkpoint.session.options import (
     MemoryOptions,
     RetentionOptions,
+    SessionArguments,
     StorageOptions,
     TimeOptions,
-    check_group,
 )
 from everstep.checkpoint.session.places import open_places
 from everstep.checkpoint.session.source_ranks import check_source_ranks
@@ -100,27 +98,18 @@ class Checkpointer:
             ValueError: An argument is not allowed.
             CheckpointError: The store or the memory cannot be opened; on all ranks.
         """
-        times = check_group("times", times, TimeOptions)
-        self._trigger = Trigger.parse(*choose_interval(every, every_steps), times.time_between_failures)
-        retention = check_group("retention", retention, RetentionOptions)
-        memory = check_group("memory", memory, MemoryOptions)
-        storage = check_group("storage", storage, StorageOptions)
-        url = check_argument("store", store)
-        attempt = check_argument("attempt", attempt)
-        self._policy: Policy = check_argument("policy", policy)
-        self._keep_last: int = check_argument("keep_last", keep_last)
-        self._retention, self._memory, self._storage, self._times = retention, memory, storage, times
+        self._asked = asked = SessionArguments.check({name: each for name, each in locals().items() if name != "self"})
+        self._trigger = Trigger.parse(asked.every, asked.every_steps, asked.times.time_between_failures)
         self._events, self._metrics = Events(), Metrics()
-        self._how = How(storage.checksum, storage.allow_pickle)
-        self._group = open_host_group(times.timeout)
+        self._how = How(asked.storage.checksum, asked.storage.allow_pickle)
+        self._group = open_host_group(asked.times.timeout)
         self._topology = topology.find_topology(self._group)
-        self.store, self._directory = open_places(url, storage, memory, self._topology, self._group)
+        self.store, self._directory = open_places(asked, self._topology, self._group)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
         self.attempt: Attempt | None = None
-        self._given = Attempt(*attempt) if attempt is not None else fence.get_given_attempt()
-        self._is_fenced = attempt is None and self._given is not None
-        self._keeps_copies = self._topology.nodes > 1 and memory.peers != 0
+        self._given = Attempt(*asked.attempt) if asked.attempt is not None else fence.get_given_attempt()
+        self._keeps_copies = self._topology.nodes > 1 and asked.memory.peers != 0
         self._pilot: SaveCoordinator | None = None
         self._node: WriterConnection | None = None
         self._process = os.getpid()
@@ -131,13 +120,11 @@ class Checkpointer:
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
         self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
-        rank, world = self._topology.rank, self._topology.world
-        self._board: KVStore = (
-            SharedKVStore.open(self._group, times.timeout) if self._group is not None else LocalKVStore()
-        )
-        self._agreement = Agreement(self._board, rank, times.timeout)
+        rank, timeout = self._topology.rank, asked.times.timeout
+        self._board: KVStore = SharedKVStore.open(self._group, timeout) if self._group is not None else LocalKVStore()
+        self._agreement = Agreement(self._board, rank, timeout)
         self._arrivals = Arrivals(self._board, rank, self._group)
-        self._vote = RestoreConsensus(self._board, rank, world, times.timeout)
+        self._vote = RestoreConsensus(self._board, rank, self._topology.world, timeout)
 
     # ---- a script's calls
 
@@ -215,7 +202,7 @@ class Checkpointer:
                 these objects cannot be saved here.
         """
         if self._pilot is None and not self._has_restored:
-            keep = self._keep_last
+            keep = self._asked.keep_last
             with self._arrivals.naming_absent("track()"):
                 run_on_all_ranks(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep)), self._group)
             self._seen = claiming.LastSeen(None, None)
@@ -239,7 +226,9 @@ class Checkpointer:
         with self._arrivals.naming_absent("track() or start_over()"):
             check_source_ranks(everything, self._group)
             if self._pilot is None:
-                check_start(everything, self._topology, self._group, self._how, self._directory, self._memory.slots)
+                check_start(
+                    everything, self._topology, self._group, self._how, self._directory, self._asked.memory.slots
+                )
         self._set_objects(everything)
 
     @one_at_a_time
@@ -387,9 +376,9 @@ class Checkpointer:
             attempt=Attempt.parse(node.config.attempt),
             events=self._events,
             metrics=self._metrics,
-            policy=self._policy,
-            timeout=self._times.timeout,
-            commit_timeout=self._times.commit_timeout,
+            policy=self._asked.policy,
+            timeout=self._asked.times.timeout,
+            commit_timeout=self._asked.times.commit_timeout,
         )
         if self._wish is not None:
             (until,) = self._wish
@@ -412,6 +401,7 @@ class Checkpointer:
 
     def _claim(self) -> WriterConnection:
         """Take the attempt, this node's writer and its slots for this run. Collective."""
+        fenced = self._asked.attempt is None and self._given is not None
         node = claiming.claim_node(
             self.store,
             self._given,
@@ -419,29 +409,16 @@ class Checkpointer:
             self._topology,
             self._group,
             self._directory,
-            linger_seconds=self._times.linger,
+            linger_seconds=self._asked.times.linger,
             keeps_copies=self._keeps_copies,
             learn=self._learn_failures,
-            settings=self._describe_writer(),
+            settings={**self._asked.describe_for_writer(), "fence": str(fence.FENCE) if fenced else None},
         )
         self.attempt = Attempt.parse(node.config.attempt)
         return node
 
-    def _describe_writer(self) -> dict[str, Any]:
-        """Return what the writer is told of this session, beside what it is claimed with."""
-        return {
-            "options": dict(self._storage.options or {}),
-            "keep_last": self._keep_last,
-            **asdict(self._retention),
-            "slots": self._memory.slots,
-            "insist": self._memory.peers == 1,
-            "commit_timeout": self._times.commit_timeout,
-            "stall_after": self._times.stall_after,
-            "fence": str(fence.FENCE) if self._is_fenced else None,
-        }
-
     def _learn_failures(self) -> None:
-        if self._trigger.auto and self._times.time_between_failures is None:
+        if self._trigger.auto and self._asked.times.time_between_failures is None:
             self._trigger.between_failures = estimate_mean_time_between_failures(*claiming.read_history(self.store))
 
     def _first(self, make: Any) -> Any:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from everstep.checkpoint.catalog.best import Mode
 from everstep.checkpoint.format import checksum as checksums
-from everstep.checkpoint.session.arguments import check_argument
+from everstep.checkpoint.session.arguments import DEFAULT_EVERY, check_argument
 
-Group = TypeVar("Group")
+if TYPE_CHECKING:
+    from everstep.checkpoint.save.save_coordinator import Policy
 
 
 class _Checked:
@@ -103,22 +104,69 @@ class TimeOptions(_Checked):
     time_between_failures: float | None = None
 
 
-def check_group(name: str, given: Group | None, kind: type[Group]) -> Group:
-    """Return a group of options as it was given, or its defaults.
+GROUPS: dict[str, type[Any]] = {
+    "retention": RetentionOptions,
+    "memory": MemoryOptions,
+    "storage": StorageOptions,
+    "times": TimeOptions,
+}
 
-    Args:
-        name: The argument that has the group.
-        given: Its value.
-        kind: The dataclass of the group.
+
+@dataclass(frozen=True)
+class SessionArguments:
+    """The arguments of a session, which are those of `Checkpointer`, checked, and with defaults in place of None.
 
     Raises:
-        ValueError: The value is something else.
+        ValueError: One is not allowed; names it, its value and what is allowed.
     """
+
+    store: str | os.PathLike[str]
+    every: str | float | None
+    every_steps: int | None
+    keep_last: int
+    policy: Policy
+    retention: RetentionOptions
+    memory: MemoryOptions
+    storage: StorageOptions
+    times: TimeOptions
+    attempt: tuple[int, int] | None
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any]) -> Self:
+        """Return the arguments of a session.
+
+        Args:
+            given: What a script gave, by name.
+
+        Raises:
+            ValueError: One is not allowed.
+        """
+        checked = {
+            name: _check_group(name, value, GROUPS[name]) if name in GROUPS else check_argument(name, value)
+            for name, value in given.items()
+        }
+        if checked["every"] is None and checked["every_steps"] is None:
+            checked["every"] = DEFAULT_EVERY
+        return cls(**checked)
+
+    def describe_for_writer(self) -> dict[str, Any]:
+        """Return what the writer process is told of a session, by the fields of its configuration."""
+        return {
+            "options": dict(self.storage.options or {}),
+            "keep_last": self.keep_last,
+            **asdict(self.retention),
+            "slots": self.memory.slots,
+            "insist": self.memory.peers == 1,
+            "commit_timeout": self.times.commit_timeout,
+            "stall_after": self.times.stall_after,
+        }
+
+
+def _check_group(name: str, given: Any, kind: type[Any]) -> Any:
+    """Return a group of options as it was given, or its defaults; ValueError for anything else."""
     if given is None:
         return kind()
     if not isinstance(given, kind):
-        first = fields(kind)[0].name  # type: ignore[arg-type]  # it is a dataclass
-        raise ValueError(
-            f"{name} is {given!r}, and must be a {kind.__name__}, as {name}={kind.__name__}({first}=…), or None"
-        )
+        example = f"{name}={kind.__name__}({fields(kind)[0].name}=…)"
+        raise ValueError(f"{name} is {given!r}, and must be a {kind.__name__}, as {example}, or None")
     return given

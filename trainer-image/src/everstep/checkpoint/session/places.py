@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,24 +9,16 @@ import torch.distributed as dist
 from everstep.checkpoint.host.paths import make_absolute
 from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
 from everstep.checkpoint.ranks.topology import Topology, find_place
-from everstep.checkpoint.session.options import MemoryOptions, StorageOptions
+from everstep.checkpoint.session.options import SessionArguments
 from everstep.checkpoint.slots.slots import default_directory, default_memory
 from everstep.checkpoint.store.base import Store, open_store
 
 
-def open_places(
-    url: str | os.PathLike[str],
-    storage: StorageOptions,
-    memory: MemoryOptions,
-    topology: Topology,
-    group: dist.ProcessGroup | None,
-) -> tuple[Store, Path]:
+def open_places(asked: SessionArguments, topology: Topology, group: dist.ProcessGroup | None) -> tuple[Store, Path]:
     """Open the store, and find the directory of this node's slots. Collective.
 
     Args:
-        url: The store: a folder or a URL.
-        storage: The store's options.
-        memory: The directory, if the script names one.
+        asked: The arguments of the session.
         topology: The place of this rank in the run.
         group: All ranks; None for one process.
 
@@ -39,9 +30,9 @@ def open_places(
     """
 
     def open_both() -> tuple[Store, Path, Path | None]:
-        named = memory.directory  # the writer works in another folder
+        named = asked.memory.directory  # the writer works in another folder
         own = None if named is None else make_absolute(named, "MemoryOptions.directory")
-        return open_store(url, **dict(storage.options or {})), default_memory(), own
+        return open_store(asked.store, **dict(asked.storage.options or {})), default_memory(), own
 
     store, shared, own = run_on_all_ranks(open_both, group)  # else others wait for one that cannot
     place = find_place(topology, shared, group)
