@@ -37,7 +37,7 @@ def wrapper(folder: Path, agent: int, shell: str) -> str:
 @needs_root
 @pytest.mark.parametrize(("volume", "file"), [("ml", "hyperparameters.json"), ("run", "fence.json.new")])
 def test_a_full_disk_is_not_the_applications_fault(tmp_path: Path, volume: str, file: str) -> None:
-    """The pod is lost, with the file and what to do in the ledger, and the job waits for another."""
+    """The pod is lost, with the file and what to do in the generation history, and the job waits for another."""
     full = tmp_path / "job/node-1" / volume
     full.mkdir(parents=True)
     (full / "input/config").mkdir(parents=True)
@@ -46,10 +46,10 @@ def test_a_full_disk_is_not_the_applications_fault(tmp_path: Path, volume: str, 
     fill += f"; cat /dev/zero > {full}/filler 2>/dev/null"
     python = wrapper(tmp_path / "bin", 1, f"""exec unshare --mount sh -c '{fill}; exec "$@"' sh "$@" """)
     with Laptop(tmp_path / "job", ["sleep", "600"], python=python) as job:
-        state = job.until(lambda s: s["ledger"], "an ended generation")
+        state = job.until(lambda s: s["generationHistory"], "an ended generation")
         assert job.agents[1].wait(60) == 1
         state = job.until(lambda s: s["missing"] == [1], "the lost pod")
-        (entry,) = state["ledger"]
+        (entry,) = state["generationHistory"]
         assert (entry["cause"], entry["index"]) == ("PodLost", 1)
         assert f"{file}: No space left on device: free space" in entry["message"]
         word = job.word(1)
@@ -100,8 +100,8 @@ async def test_a_mistake_in_the_heartbeats_ends_the_agent_and_names_the_node(tmp
         agents[1].node._look_at_lease = lambda: 1 / 0  # type: ignore[method-assign,assignment]
         ended = await asyncio.wait_for(agents[1].node.ended, 60)
         assert (ended.result, ended.message) == ("left", "the agent failed: ZeroDivisionError('division by zero')")
-        await until(lambda: leader.state()["ledger"])
-        entry = leader.state()["ledger"][0]
+        await until(lambda: leader.state()["generationHistory"])
+        entry = leader.state()["generationHistory"][0]
         assert (entry["cause"], entry["message"]) == ("PodLost", f"node 1: {ended.message}")
 
 

@@ -29,10 +29,10 @@ async def test_state_charges_peers_and_stop(tmp_path: Path) -> None:
             assert polled.pushed[1] == 1
 
             agents[1].processes.exit(7, "ValueError: no")
-            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.ledger)
+            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.history)
             view = poller.view(KEY, "pod-a")
             assert view is not None
-            (entry,) = view.ledger
+            (entry,) = view.history
             assert (entry.id, entry.cause, entry.index, entry.rank) == ("1.1", "Application", 1, 2)
             assert entry.message == "ValueError: no"
 

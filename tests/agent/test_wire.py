@@ -293,8 +293,8 @@ async def test_no_number_of_ranks_that_fail_with_long_last_words_breaks_a_link(
     for rank in range(200):
         message, tail = f"rank {rank}: {letter * 2000}", (letter * 400,) * 20
         node.emit(RankExited(leader.generation, rank, rank, 1, None, False, message, tail))
-    await until(lambda: leader.state()["ledger"])
-    (entry,) = leader.state()["ledger"]
+    await until(lambda: leader.state()["generationHistory"])
+    (entry,) = leader.state()["generationHistory"]
     assert (entry["cause"], entry["index"], entry["rank"]) == ("Application", 1, 0)
     assert entry["message"].startswith(f"rank 0: {letter * 1000}")
     assert entry["logTail"] == [letter * 400] * 20
@@ -322,8 +322,8 @@ async def test_a_failure_whose_last_words_are_not_sent_is_still_known_for_an_ech
         node.emit(RankExited(leader.generation, rank, rank, 134, 6, False, "killed by SIGABRT", lines))
     await until(lambda: leader.phase == "stopping")
     agents[0].node.emit(RankExited(leader.generation, 99, 0, 1, None, False, "ValueError: boom", ()))
-    await until(lambda: leader.state()["ledger"])
-    (entry,) = leader.state()["ledger"]
+    await until(lambda: leader.state()["generationHistory"])
+    (entry,) = leader.state()["generationHistory"]
     assert (entry["rank"], entry["message"]) == (99, "ValueError: boom")
 
 

@@ -58,7 +58,7 @@ class LeaderOutcome:
     result: str  # succeeded | failed | stopped
     exit_code: int | None = None
     message: str = ""
-    failure: str = ""  # id of the ledger entry that ended the job
+    failure: str = ""  # id of the entry that ended the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class LeaderView:
     unclean: tuple[UncleanPod, ...] = ()
     running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
     progress: LeaderProgress | None = None
-    ledger: tuple[ReportedGeneration, ...] = ()
+    history: tuple[ReportedGeneration, ...] = ()
     outcome: LeaderOutcome | None = None
 
 
@@ -104,7 +104,7 @@ def parse_leader_state(
     asked_since = before.asked_since if before is not None else answered_at
     if before is not None and before.incarnation != incarnation:
         before = None
-    ended = {entry.id: entry.ended_at for entry in (before.ledger if before is not None else ())}
+    ended = {entry.id: entry.ended_at for entry in (before.history if before is not None else ())}
     phase = _as_text(data.get("phase"), 32)
     generation = parse_ordinal(data.get("generation"))
     running_since = None
@@ -128,16 +128,16 @@ def parse_leader_state(
         ),
         running_since=running_since,
         progress=parse_progress(data.get("progress")),
-        ledger=tuple(sorted(_parse_history(data.get("ledger"), ended, answered_at), key=lambda e: e.order)),
+        history=tuple(sorted(_parse_history(data.get("generationHistory"), ended, answered_at), key=lambda e: e.order)),
         outcome=_parse_outcome(data.get("outcome")),
     )
 
 
-def parse_generation_id(ledger_id: str) -> tuple[int, int]:
+def parse_generation_id(generation_id: str) -> tuple[int, int]:
     """Return ("2.3" -> (2, 3)) by which generations are ordered. Anything else sorts before all of them."""
-    epoch, dot, generation = ledger_id.partition(".")
+    epoch, dot, generation = generation_id.partition(".")
     # isdecimal alone accepts digits of every script; more than nine of them no charge can hold
-    plain = ledger_id.isascii() and epoch.isdecimal() and generation.isdecimal()
+    plain = generation_id.isascii() and epoch.isdecimal() and generation.isdecimal()
     if dot and plain and max(len(epoch), len(generation)) <= len(str(MAX_ORDINAL)):
         return int(epoch), int(generation)
     return -1, -1

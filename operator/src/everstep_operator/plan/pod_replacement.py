@@ -67,7 +67,7 @@ def _is_in_history(s: PlanContext, pod: PodView) -> bool:
     last = s.status.restarts.last
     if s.leader is None or last is None:
         return False
-    return any(e.index == pod.index and e.order <= last.token for e in s.leader.ledger[-8:])
+    return any(e.index == pod.index and e.order <= last.token for e in s.leader.history[-8:])
 
 
 def is_out_of_memory(pod: PodView) -> bool:

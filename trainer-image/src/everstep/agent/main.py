@@ -195,7 +195,7 @@ class _Agent:
         if leading is not None:
             # For an operator that was away: what the job's restarts were, and how far it came, before nobody can be
             # asked any more.
-            word["ledger"], word["progress"] = leading.charges(), leading.progress()
+            word["generationHistory"], word["progress"] = leading.charges(), leading.progress()
         failure = leading.failure() if leading is not None else None
         if failure is not None:
             # Agent 0 speaks for the job: what made it fail, on whichever node.

@@ -281,11 +281,11 @@ class LeaderServer:
         outcome = self._leader.outcome
         if outcome is None or outcome.failure is None:
             return None
-        return next((e for e in self._leader.budget.ledger if e.id == outcome.failure), None)
+        return next((e for e in self._leader.budget.history if e.id == outcome.failure), None)
 
     def charges(self) -> list[str]:
         """Return the newest ended generations, "epoch.generation cause" each, as the termination message holds them."""
-        return [f"{e.id} {e.cause}" for e in self._leader.budget.ledger][-LAST_CHARGES:]
+        return [f"{e.id} {e.cause}" for e in self._leader.budget.history][-LAST_CHARGES:]
 
     def progress(self) -> dict[str, Any] | None:
         """Return how far the job came, without what may be long."""
