@@ -29,7 +29,7 @@ class UncleanPod:
     """A pod whose processes would not die: nothing may run there again."""
 
     index: int
-    uid: str  # of the pod; empty from an agent that does not say
+    uid: str  # of the pod
     message: str
 
 
@@ -87,15 +87,12 @@ class LeaderView:
     outcome: LeaderOutcome | None = None
 
 
-def parse_leader_state(
-    raw: Any, *, answered_at: float, reachable: bool = True, before: LeaderView | None = None
-) -> LeaderView:
+def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | None = None) -> LeaderView:
     """Parse `/v1/state`. Fields that are missing or of another type are as if they had not been sent.
 
     Args:
         raw: The decoded JSON.
         answered_at: When the answer came (Unix seconds).
-        reachable: Whether the last attempt had an answer.
         before: The last view of this leader, if there was one: an entry ended no later than when it was first told of,
             and a generation runs since it was first told to run. The leader's own clock may be hours off.
     """
@@ -112,7 +109,7 @@ def parse_leader_state(
         known = before.running_since if before is not None and before.generation == generation else None
         running_since = answered_at if known is None else known
     return LeaderView(
-        reachable=reachable,
+        reachable=True,
         asked_since=asked_since,
         answered_at=answered_at,
         incarnation=incarnation,

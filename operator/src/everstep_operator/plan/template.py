@@ -38,7 +38,7 @@ _REFERENCES = {
     "EVERSTEP_EPOCH": "metadata.labels['everstep.dev/epoch']",
     "EVERSTEP_POD_UID": "metadata.uid",
     "EVERSTEP_POD_IP": "status.podIP",
-    "EVERSTEP_NODE_NAME": "spec.nodeName",
+    "EVERSTEP_NODE_NAME": "spec.nodeName",  # for the ranks: copies of a checkpoint lie on another machine
 }
 _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"

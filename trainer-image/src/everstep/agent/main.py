@@ -109,7 +109,6 @@ def run_agent(options: AgentOptions) -> int:
             "EVERSTEP_EPOCH": str(options.epoch),
             "EVERSTEP_POD_UID": f"local-{options.index}-{os.getpid()}",
             "EVERSTEP_POD_IP": options.address,
-            "EVERSTEP_NODE_NAME": "localhost",
             "EVERSTEP_LEADER": options.leader,
         }
     make_undumpable()  # before the token is in memory

@@ -41,7 +41,6 @@ STOPPED_RESULT = "stopped"
 LEFT = "left"
 FENCED_RESULT = "fenced"
 UNCLEAN = "unclean"
-UNUSABLE = "unusable"
 
 
 @dataclass(frozen=True)
