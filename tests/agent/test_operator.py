@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everstep.agent.wire.protocol import Gpu
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.plan.actions import LeaderPoll
+from everstep_operator.plan.leader_view import SickGpu
 
 from .fakes import TOKEN, gang, until
 
@@ -27,6 +29,12 @@ async def test_state_charges_peers_and_stop(tmp_path: Path) -> None:
             assert poller.push_peers(KEY, 2, {})  # another leader's
             await until(lambda: not polled.commands)
             assert polled.pushed[1] == 1
+
+            agents[1].node.gpus((Gpu("GPU-1", "H100"), Gpu("GPU-2", "H100", "no spare memory rows")))
+            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.sick_gpus)
+            view = poller.view(KEY, "pod-a")
+            assert view is not None
+            assert view.sick_gpus == (SickGpu(1, "H100", "no spare memory rows"),)
 
             agents[1].processes.exit(7, "ValueError: no")
             await until(lambda: (view := poller.view(KEY, "pod-a")) and view.history)

@@ -29,7 +29,7 @@ def honest(nodes: int, *, unclean: int, line: str) -> dict[str, Any]:
         "nodes": nodes, "joined": 0, "missing": list(range(nodes)),
         "unclean": [{"index": n, "uid": "u" * 36, "message": "m" * 1024} for n in range(unclean)],
         "gpus": {"models": {"N" * 60 + str(n): 8 for n in range(8)}, "unhealthy": 40, "devices": [device] * GPUS_NAMED},
-        "held": "", "ranksStartedAt": 1.0,
+        "ranksStartedAt": 1.0,
         "progress": {"step": 1, "metrics": {f"metric-{n}": 0.1 for n in range(32)}},
         "generationHistory": [
             entry.to_json(i >= MAX_HISTORY_ENTRIES - MAX_HISTORY_TAILS) for i, entry in enumerate(history)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.plan.leader_view import parse_generation_id, parse_leader_state
+from everstep_operator.plan.leader_view import SickGpu, parse_generation_id, parse_leader_state
 from everstep_operator.plan.observation import parse_pod, parse_termination_message
 from tests.builders import job
 from tests.plan.world import World
@@ -24,6 +24,7 @@ STATE: dict[str, Any] = {
     "joined": 4,
     "missing": [],
     "unclean": [{"index": 2, "uid": "u", "message": "m"}],
+    "gpus": {"models": {"H100": 32}, "unhealthy": 1, "devices": [{"index": 2, "name": "H100", "problem": "p"}]},
     "ranksStartedAt": 1760000000.0,
     "progress": {"step": 1200, "totalSteps": 5000, "stepsPerSecond": 14.2, "metrics": {"loss": 0.31}, "at": 1.0},
     "generationHistory": [
@@ -41,6 +42,7 @@ def test_a_state_is_read() -> None:
     assert (view.progress.step, view.progress.steps_per_second) == (1200, 14.2)
     assert [e.id for e in view.history] == ["2.1", "2.2"], "in the order of generations"
     assert view.outcome is None
+    assert view.sick_gpus == (SickGpu(2, "H100", "p"),)
 
 
 def test_an_entry_ended_before_it_was_told_whatever_the_nodes_clock_says() -> None:

@@ -25,7 +25,14 @@ from everstep_operator.plan.actions import (
     StopLeader,
 )
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.leader_view import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
+from everstep_operator.plan.leader_view import (
+    LeaderOutcome,
+    LeaderProgress,
+    LeaderView,
+    ReportedGeneration,
+    SickGpu,
+    UncleanPod,
+)
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import (
     ContainerEnd,
@@ -105,6 +112,7 @@ class World:
         self.written_at: float | None = None
         self.refuse: Callable[[Action], Rejection | None] = lambda _: None
         self.unclean: tuple[UncleanPod, ...] = ()
+        self.sick_gpus: tuple[SickGpu, ...] = ()
         self.led = 0  # the highest epoch that ever had a pod 0
         self._uids = 0
 
@@ -152,6 +160,7 @@ class World:
             phase="ended" if leader.outcome else leader.phase,
             missing=missing,
             unclean=self.unclean,
+            sick_gpus=self.sick_gpus,
             running_since=leader.started_at if leader.phase == "running" else None,
             progress=LeaderProgress(leader.step, 1000, 1.0) if leader.generation else None,
             history=tuple(leader.history),

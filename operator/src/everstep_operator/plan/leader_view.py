@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_HISTORY_ENTRIES = 64
 MAX_LIST_ITEMS = 4096
+MAX_SICK_GPUS = 32
 MAX_TEXT_CHARS = 1024
 MAX_TAIL_LINES = 20
 MAX_ORDINAL = 999_999_999  # of an epoch or a generation: what the id of a charge has room for
@@ -31,6 +32,15 @@ class UncleanPod:
     index: int
     uid: str  # of the pod
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SickGpu:
+    """A device of which an agent reports a problem."""
+
+    index: int  # of its pod
+    name: str  # the model
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,7 @@ class LeaderView:
     joined: int = 0
     missing: tuple[int, ...] = ()
     unclean: tuple[UncleanPod, ...] = ()
+    sick_gpus: tuple[SickGpu, ...] = ()
     running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
     progress: LeaderProgress | None = None
     history: tuple[ReportedGeneration, ...] = ()
@@ -123,6 +134,11 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
         unclean=tuple(
             _parse_unclean(item) for item in _as_list(data.get("unclean"), MAX_LIST_ITEMS) if _has_index(item)
         ),
+        sick_gpus=tuple(
+            _parse_sick_gpu(item)
+            for item in _as_list(_as_mapping(data.get("gpus")).get("devices"), MAX_SICK_GPUS)
+            if _has_index(item)
+        ),
         running_since=running_since,
         progress=parse_progress(data.get("progress")),
         history=tuple(sorted(_parse_history(data.get("generationHistory"), ended, answered_at), key=lambda e: e.order)),
@@ -142,6 +158,10 @@ def parse_generation_id(generation_id: str) -> tuple[int, int]:
 
 def _parse_unclean(item: Any) -> UncleanPod:
     return UncleanPod(_as_count(item["index"]) or 0, _as_text(item.get("uid"), 64), _as_text(item.get("message")))
+
+
+def _parse_sick_gpu(item: Any) -> SickGpu:
+    return SickGpu(_as_count(item["index"]) or 0, _as_text(item.get("name"), 64), _as_text(item.get("problem"), 128))
 
 
 def _has_index(item: Any) -> bool:

@@ -107,7 +107,6 @@ class LeaderState:
             "generation": self.generation,
             "phase": self.phase,
             **self._members.to_json(),
-            "held": self.held,
             "ranksStartedAt": self.ranks_started_at,
             "progress": self.meter.to_json(),
             "generationHistory": [e.to_json(tail=i >= tails) for i, e in enumerate(history)],
