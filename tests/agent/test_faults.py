@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.system.faults import explain_fault, is_of_the_pod
+from everstep.agent.system.faults import explain_fault, is_pod_fault
 from everstep.agent.system.tasks import Tasks
 from everstep.checkpoint.fence import explain_fence
 from everstep.checkpoint.keys import Attempt
@@ -175,6 +175,6 @@ def test_what_a_pod_lacks_is_said_with_what_to_do(error: Exception, said: str) -
 
 
 def test_a_program_that_is_missing_is_the_applications() -> None:
-    assert not is_of_the_pod(FileNotFoundError(errno.ENOENT, "No such file or directory"))
-    assert not is_of_the_pod(ValueError("embedded null byte"))
-    assert is_of_the_pod(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
+    assert not is_pod_fault(FileNotFoundError(errno.ENOENT, "No such file or directory"))
+    assert not is_pod_fault(ValueError("embedded null byte"))
+    assert is_pod_fault(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))

@@ -36,7 +36,7 @@ def list_lost_pods(s: PlanContext) -> list[PodView]:
 def list_deletable_pods(s: PlanContext) -> tuple[list[PodView], float | None]:
     """Return the lost pods whose objects are to go now, and when to look again at those that may stay for a moment."""
     now_, later = [], []
-    attempt = start_failures.next_attempt_at(start_failures.count_start_failures(s).record)
+    attempt = start_failures.compute_next_attempt(start_failures.count_start_failures(s).record)
     for pod in list_lost_pods(s):
         if pod.deleting or (pod.ended is None and pod.gone_since is not None):
             # A pod on a dead node stays like this until something proves that the node is dead: see

@@ -260,7 +260,7 @@ class LeaderState:
         if self._stop_reason is not None:
             self._end(Outcome(protocol.STOPPED_RESULT, 143, self._stop_reason, None))
             return
-        failure = self.budget.exhausted()
+        failure = self.budget.find_exhausting_failure()
         if failure is not None:
             self._end(Outcome(protocol.FAILED, failure.status, failure.message, failure.id))
             return
@@ -334,7 +334,7 @@ class LeaderState:
         if self._stop_reason is not None:
             failure = entry.id if entry.application else None
             self._end(Outcome(protocol.STOPPED_RESULT, 143, self._stop_reason, failure))
-        elif delay > 0 and self.budget.exhausted() is None:
+        elif delay > 0 and self.budget.find_exhausting_failure() is None:
             self._backoff_until = now + delay
             self._enter(BACKOFF)
         else:

@@ -37,7 +37,7 @@ class RestartAllowance:
         if order >= self._charged:
             self._charged, self._allowance = order, allowance
 
-    def exhausted(self) -> EndedGeneration | None:
+    def find_exhausting_failure(self) -> EndedGeneration | None:
         """Return the failure after which no restart is left, or None."""
         used = [e for e in self.history if e.application and e.order > self._charged]
         return used[-1] if len(used) > self._allowance else None
