@@ -17,7 +17,7 @@ from everstep_operator.cluster.action_executor import JobRef, check_ownership
 from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.resources import PODS
-from everstep_operator.plan.pod_manifest import pod_name
+from everstep_operator.plan.pod_manifest import make_pod_name
 
 T = TypeVar("T")
 PARALLEL = 20
@@ -57,7 +57,8 @@ class UnlistedPods:
             StaleObject: A pod of a former job has the name, or one that is going.
             NotOurs: A pod of somebody else has the name.
         """
-        found = await _run_limited([self._find(job, (job.namespace, pod_name(job.name, index))) for index in indices])
+        names = [(job.namespace, make_pod_name(job.name, index)) for index in indices]
+        found = await _run_limited([self._find(job, name) for name in names])
         return any(found)
 
     async def _find(self, job: JobRef, name: Key) -> bool:

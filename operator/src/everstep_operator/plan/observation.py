@@ -49,7 +49,7 @@ class TerminationMessage:
     exit_code: int | None = None
     message: str = ""
     log_tail: tuple[str, ...] = ()
-    ledger: tuple[ReportedGeneration, ...] = ()  # agent 0's: id and cause only
+    history: tuple[ReportedGeneration, ...] = ()  # agent 0's: id and cause only
     progress: LeaderProgress | None = None  # agent 0's
 
 
@@ -359,7 +359,7 @@ def parse_termination_message(text: str) -> TerminationMessage | None:
         exit_code=_as_int32(data.get("exitCode")),
         message=clip_text(data.get("message")),
         log_tail=tuple(clip_text(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
-        ledger=parse_history_words(data.get("ledger")),
+        history=parse_history_words(data.get("generationHistory")),
         progress=parse_progress(data.get("progress")),
     )
 

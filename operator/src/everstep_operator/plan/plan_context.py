@@ -13,7 +13,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus, TrainingJobStatus, Transition
 from everstep_operator.plan.leader_view import LeaderView
 from everstep_operator.plan.observation import Observation, PodView
-from everstep_operator.plan.pod_manifest import pod_name
+from everstep_operator.plan.pod_manifest import make_pod_name
 
 # Without an answer of the leader for so long, phases come from the pods alone. Longer than a poll that times out.
 DEGRADED_AFTER_SECONDS = 15.0
@@ -73,7 +73,7 @@ class PlanContext:
         return {
             p.index: p
             for p in self.observed.ours
-            if p.template == epoch and 0 <= p.index < self.wanted and p.name == pod_name(job, p.index)
+            if p.template == epoch and 0 <= p.index < self.wanted and p.name == make_pod_name(job, p.index)
         }
 
     @cached_property

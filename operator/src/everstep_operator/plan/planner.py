@@ -155,7 +155,7 @@ def _decide_failure(s: PlanContext, account: RestartBudget, begun: StartRecord) 
     """Fail the job if a budget or a limit of time is used up."""
     if account.exhausted is not None:
         return _fail_job(s, *account.exhausted)
-    if begun.exhausted:
+    if begun.is_exhausted:
         return _fail_job(s, Reason.START_FAILED, begun.message)
     expired = timeouts.find_expired_limit(s)
     if expired is None or (expired[0] is not Reason.RUNTIME_TIMEOUT and _are_ranks_running(s)):

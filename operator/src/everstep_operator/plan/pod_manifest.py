@@ -20,12 +20,12 @@ MANAGED_BY_LABEL = {"app.kubernetes.io/managed-by": "everstep"}
 ContainerEnvironment = list[Mapping[str, Any]]  # of a container, as manifests have it
 
 
-def pod_name(job: str, index: int) -> str:
+def make_pod_name(job: str, index: int) -> str:
     """Return the name of a pod. The name is the lock of its index: the API server lets one object have it at a time."""
     return f"{job}-{index}"
 
 
-def template_name(job: str, epoch: int) -> str:
+def make_template_name(job: str, epoch: int) -> str:
     """Return the name of the ConfigMap that keeps the template of an epoch."""
     return f"{job}-{epoch}"
 
@@ -42,7 +42,7 @@ def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") 
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": pod_name(name, index),
+            "name": make_pod_name(name, index),
             "namespace": about["namespace"],
             "labels": {
                 **build_shared_labels(frozen.pod, name, frozen.epoch),
@@ -56,7 +56,7 @@ def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") 
     annotations = dict(metadata.get("annotations") or {})
     if frozen.job.get("plain"):
         annotations |= plain_mode.build_pod_annotations(frozen.job, index)
-        config_map = template_name(name, frozen.epoch)
+        config_map = make_template_name(name, frozen.epoch)
         body["spec"]["containers"] = _replace_environment(
             frozen, lambda env: plain_mode.build_environment(frozen.job, index, config_map, env)
         )

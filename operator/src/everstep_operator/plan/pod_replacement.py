@@ -36,7 +36,7 @@ def list_lost_pods(s: PlanContext) -> list[PodView]:
 def list_deletable_pods(s: PlanContext) -> tuple[list[PodView], float | None]:
     """Return the lost pods whose objects are to go now, and when to look again at those that may stay for a moment."""
     now_, later = [], []
-    attempt = start_failures.next_attempt_at(start_failures.count_start_failures(s).record)
+    attempt = start_failures.compute_next_attempt(start_failures.count_start_failures(s).record)
     for pod in list_lost_pods(s):
         if pod.deleting or (pod.ended is None and pod.gone_since is not None):
             # A pod on a dead node stays like this until something proves that the node is dead: see
@@ -67,7 +67,7 @@ def _is_in_history(s: PlanContext, pod: PodView) -> bool:
     last = s.status.restarts.last
     if s.leader is None or last is None:
         return False
-    return any(e.index == pod.index and e.order <= last.token for e in s.leader.ledger[-8:])
+    return any(e.index == pod.index and e.order <= last.token for e in s.leader.history[-8:])
 
 
 def is_out_of_memory(pod: PodView) -> bool:
@@ -106,24 +106,19 @@ def describe_kept_pod(s: PlanContext) -> tuple[PodView, str] | None:
     return kept, f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"
 
 
-def make_deletion(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
+def make_deletion(pods: Iterable[PodView], why: Reason) -> DeletePods | None:
     """Delete those pods that nobody has asked to go yet. A pod on a removed node does not hear it: see
     `node_trouble.force_delete_lost_pods`."""
-    found = tuple(PodRef(p.name, p.uid, grace) for p in pods if p.live or (p.ended is not None and not p.deleting))
+    found = tuple(PodRef(p.name, p.uid) for p in pods if p.live or (p.ended is not None and not p.deleting))
     return DeletePods(found, why.value) if found else None
 
 
 def _list_unclean_uids(s: PlanContext) -> set[str]:
     if s.leader is None or not s.leader.unclean:
         return set()
-    answered = s.leader.answered_at or s.now
-    found = set()
-    for item in s.leader.unclean:
-        pod = s.current.get(item.index)
-        # Without a UID the complaint may be about the pod's predecessor: a young pod gets the benefit of the doubt.
-        if pod is not None and (item.uid == pod.uid if item.uid else answered - pod.created > 60):
-            found.add(pod.uid)
-    return found
+    # The complaint may be about the pod's predecessor.
+    uids = {item.uid for item in s.leader.unclean}
+    return {pod.uid for pod in s.current.values() if pod.uid in uids}
 
 
 _RUNNING_PHASES = frozenset({"Starting", "Running", "Restarting"})

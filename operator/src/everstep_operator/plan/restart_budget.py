@@ -1,8 +1,8 @@
 """Charges restarts to budgets. Every ended generation is charged once, to one cause, by the id that the leader gave it.
 
-With a leader its ledger is the only source: an entry newer than the newest charge is charged, none else. Without one
-(pod 0 is lost, plain mode, degraded) the operator charges the last generation that it saw running, under the same kind
-of id, so that whatever both know of is charged by the one who comes first and skipped by the other.
+With a leader its generation history is the only source: an entry newer than the newest charge is charged, none else.
+Without one (pod 0 is lost, plain mode, degraded) the operator charges the last generation that it saw running, under
+the same kind of id, so that whatever both know of is charged by the one who comes first and skipped by the other.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def _list_ended_generations(s: PlanContext, over: bool) -> list[ReportedGenerati
     """Return the generations that the leader told of, and when all is over those in agent 0's termination message: what
     happened while no operator asked counts too."""
     word = s.head.ended.word if over and s.head is not None and s.head.ended is not None else None
-    known = {entry.id: entry for entry in word.ledger} if word is not None else {}
+    known = {entry.id: entry for entry in word.history} if word is not None else {}
     if s.leader is not None:
-        known.update((entry.id, entry) for entry in s.leader.ledger)
+        known.update((entry.id, entry) for entry in s.leader.history)
     return sorted(known.values(), key=lambda entry: entry.order)
 
 
@@ -192,7 +192,7 @@ def _last_run_generation(s: PlanContext, leader: LeaderView) -> int:
     """Return the last generation of this epoch known to have run: one that still forms has not cost anything yet."""
     if leader.epoch != s.status.epoch:
         return min(s.status.generation, MAX_ORDINAL)
-    seen = [e.order[1] for e in leader.ledger if e.order[0] == leader.epoch]
+    seen = [e.order[1] for e in leader.history if e.order[0] == leader.epoch]
     if leader.phase in ("running", "stopping", "ended"):
         seen.append(leader.generation)
     return min(MAX_ORDINAL, max([s.status.generation, *seen]))

@@ -26,7 +26,6 @@ class AgentConfig:
     namespace: str
     name: str
     job_uid: str
-    template_epoch: int
     num_nodes: int
     num_proc_per_node: int
     command: tuple[str, ...]
@@ -49,7 +48,6 @@ class AgentConfig:
     epoch: int  # of this pod's creation; a leader leads at this epoch
     pod_uid: str
     pod_ip: str
-    node_name: str
     leader: str = ""  # ip:port of the leader that ran when this pod was made; empty: there was none
 
     @property
@@ -164,7 +162,6 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         namespace=about.text("namespace"),
         name=about.text("name"),
         job_uid=about.text("uid"),
-        template_epoch=job.integer("templateEpoch"),
         num_nodes=nodes,
         num_proc_per_node=job.integer("numProcPerNode", 1),
         command=job.texts("command"),
@@ -187,7 +184,6 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         epoch=_environ_integer(environ, "EVERSTEP_EPOCH", 1),
         pod_uid=environ.get("EVERSTEP_POD_UID", ""),
         pod_ip=environ.get("EVERSTEP_POD_IP", ""),
-        node_name=environ.get("EVERSTEP_NODE_NAME", ""),
         leader=environ.get("EVERSTEP_LEADER", ""),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import signal
 import tempfile
 import time
@@ -62,46 +61,42 @@ class LocalRun:
 
     def _follow(self, agents: LocalAgents, screen: LiveScreen) -> None:
         """Poll the leader until it has told the outcome, or has ended."""
-        from everstep.agent.wire.leader_client import LeaderClient, LeaderError
+        from everstep.agent.wire.http_client import RequestRejected
+        from everstep.cli.leader_client import LeaderClient
 
         leader = LeaderClient(agents.addresses[0], agents.token)
         peers = {index: address for index, address in agents.addresses.items() if index}
         introduced = False
         deadline = time.monotonic() + START_SECONDS
-        try:
-            while self._story.outcome is None and self._interrupts < 2:
-                asked = time.monotonic()
-                try:
-                    if not introduced:
-                        leader.peers(EPOCH, peers)
-                        introduced = True
-                    if self._interrupts and not self._stop_sent:
-                        leader.stop("interrupted")
-                        self._stop_sent = True
-                        screen.say("stopping; once more kills")
-                    state = leader.state(self._story.after, POLL_SECONDS, self._story.charged, self._story.allowance)
-                except (OSError, http.client.HTTPException) as error:
-                    if agents.exits[0] is not None or time.monotonic() > deadline:
-                        if self._story.state or agents.exits[0] is not None:
-                            return
-                        raise CliError(f"the leader does not answer: {error}") from None
-                    time.sleep(0.05)
-                    continue
-                except LeaderError as error:
-                    raise CliError(f"the leader refuses: {error}") from None
-                deadline = time.monotonic() + START_SECONDS
-                for sentence in self._story.feed(state):
-                    screen.say(sentence)
-                screen.show(state)
-                # On a cluster the operator would replace the pod; here nobody does.
-                if self._story.outcome is None and (
-                    gone := [i for i, code in enumerate(agents.exits) if code is not None]
-                ):
-                    screen.say(f"the agent of node {gone[0]} ended unexpectedly")
-                    return
-                time.sleep(max(0.0, MIN_PAUSE - (time.monotonic() - asked)))
-        finally:
-            leader.close()
+        while self._story.outcome is None and self._interrupts < 2:
+            asked = time.monotonic()
+            try:
+                if not introduced:
+                    leader.peers(EPOCH, peers)
+                    introduced = True
+                if self._interrupts and not self._stop_sent:
+                    leader.stop("interrupted")
+                    self._stop_sent = True
+                    screen.say("stopping; once more kills")
+                state = leader.state(self._story.after, POLL_SECONDS, self._story.charged, self._story.allowance)
+            except OSError as error:
+                if agents.exits[0] is not None or time.monotonic() > deadline:
+                    if self._story.state or agents.exits[0] is not None:
+                        return
+                    raise CliError(f"the leader does not answer: {error}") from None
+                time.sleep(0.05)
+                continue
+            except RequestRejected as error:
+                raise CliError(f"the leader rejects it: {error}") from None
+            deadline = time.monotonic() + START_SECONDS
+            for sentence in self._story.feed(state):
+                screen.say(sentence)
+            screen.show(state)
+            # On a cluster the operator would replace the pod; here nobody does.
+            if self._story.outcome is None and (gone := [i for i, code in enumerate(agents.exits) if code is not None]):
+                screen.say(f"the agent of node {gone[0]} ended unexpectedly")
+                return
+            time.sleep(max(0.0, MIN_PAUSE - (time.monotonic() - asked)))
 
     def _verdict(self, agents: LocalAgents, screen: LiveScreen) -> int:
         outcome: dict[str, Any] = self._story.outcome or agents.last_word()

@@ -143,7 +143,7 @@ class MpiSession:
             finally:
                 output.opened()
         except (OSError, mpi_flavors.UnsupportedMpi) as error:
-            if faults.is_of_the_pod(error):
+            if faults.is_pod_fault(error):
                 raise
             self._hooks.stderr.write(f"[mpirun] everstep: {error}\n".encode())
             self._hooks.emit(LauncherExited(self._layout.generation, 127, str(error), ()))

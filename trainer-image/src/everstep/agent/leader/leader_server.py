@@ -185,7 +185,7 @@ class LeaderServer:
         elif isinstance(command, HangUp):
             self._links.fence(command.index)
             self._links.drop(command.index)
-            self._daemons.lost(command.index)
+            self._daemons.handle_node_loss(command.index)
         elif isinstance(command, StartRanks):
             self._ping()  # who waited long for this leader has no lease, and would start its ranks fenced
             self._links.send_all(command.layout.to_json())
@@ -202,12 +202,12 @@ class LeaderServer:
 
     def joined(self, hello: protocol.Hello) -> None:
         self._expired()
-        self._daemons.lost(hello.index)  # whoever was there before is gone
+        self._daemons.handle_node_loss(hello.index)  # whoever was there before is gone
         self._leader.node_joined(self._clock(), hello)
         self._pump()
 
     def lost(self, index: int, why: str) -> None:
-        self._daemons.lost(index)
+        self._daemons.handle_node_loss(index)
         self._leader.link_lost(self._clock(), index, why)
         self._pump()
 
@@ -237,10 +237,10 @@ class LeaderServer:
             leader.node_leaving(now, index)
         elif kind == "output":
             if self._processes is not None:
-                self._daemons.output(index, message, self._processes)
+                self._daemons.forward_output(index, message, self._processes)
             return
         elif kind == "exit":
-            self._daemons.exited(index, message)
+            self._daemons.handle_exit(index, message)
             return
         self._pump()
 
@@ -281,11 +281,11 @@ class LeaderServer:
         outcome = self._leader.outcome
         if outcome is None or outcome.failure is None:
             return None
-        return next((e for e in self._leader.budget.ledger if e.id == outcome.failure), None)
+        return next((e for e in self._leader.budget.history if e.id == outcome.failure), None)
 
     def charges(self) -> list[str]:
         """Return the newest ended generations, "epoch.generation cause" each, as the termination message holds them."""
-        return [f"{e.id} {e.cause}" for e in self._leader.budget.ledger][-LAST_CHARGES:]
+        return [f"{e.id} {e.cause}" for e in self._leader.budget.history][-LAST_CHARGES:]
 
     def progress(self) -> dict[str, Any] | None:
         """Return how far the job came, without what may be long."""

@@ -175,7 +175,7 @@ class Supervisor:
             deadline = time.monotonic() + CLEAN_TIMEOUT_SECONDS
             left = await self._processes.kill_all(deadline)
             for rank in self._ranks:
-                await rank.reported()
+                await rank.wait_until_reported()
                 rank.close()
             self._ranks = []
             self._daemons.close()
