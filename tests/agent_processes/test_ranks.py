@@ -209,6 +209,62 @@ async def test_term_reaches_what_a_shell_or_a_launcher_runs_and_its_grace_is_kep
         assert saved.read_text() == "saved"
 
 
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        '"$@" 2>&1 | tee "{log}"',
+        '"$@" 2>&1 | sed -u "s/^/said /" | cat -u | tee "{log}"',
+        'exec > >(tee "{log}") 2>&1; "$@"; true',
+        'mkfifo "{log}.fifo"; tee "{log}" < "{log}.fifo" & "$@" > "{log}.fifo" 2>&1; true',
+    ],
+    ids=["tee", "filters", "substitution", "named"],
+)
+async def test_who_reads_what_a_rank_prints_hears_nothing_of_a_stop(tmp_path: Path, pipeline: str) -> None:
+    """A script that prints while it saves would fail by the broken pipe, and its last checkpoint with it."""
+    script = (
+        "import signal, sys, time, pathlib\n"
+        "def save(*_):\n"
+        "    print('saving', flush=True); time.sleep(0.5); print('still', flush=True)\n"
+        "    pathlib.Path(sys.argv[1]).write_text('saved'); print('saved', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save); print('up', flush=True); time.sleep(600)\n"
+    )
+    saved, log = tmp_path / "saved", tmp_path / "log"
+    command = ["bash", "-c", pipeline.format(log=log), "bash", sys.executable, "-c", script, str(saved)]
+    async with Node(tmp_path, command) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        assert await node.stop(grace=30) is None
+        assert saved.read_text() == "saved"
+        assert [line.split()[-1] for line in log.read_text().splitlines()] == ["up", "saving", "still", "saved"]
+
+
+async def test_a_program_that_reads_from_another_one_is_told_to_stop(tmp_path: Path) -> None:
+    """A rank in a pipe is no filter of the one that feeds it: `yes | train` would else go on until the KILL."""
+    script = "import sys, pathlib; print('up', flush=True)\nfor line in sys.stdin: pass\nimport time; time.sleep(600)"
+    command = ["bash", "-c", 'yes | "$@"', "bash", sys.executable, "-c", script]
+    async with Node(tmp_path, command) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        started = asyncio.get_running_loop().time()
+        assert await node.stop(grace=600) is None
+        assert asyncio.get_running_loop().time() - started < 300
+
+
+async def test_a_filter_that_does_not_end_holds_no_stop_up(tmp_path: Path) -> None:
+    """Something that a rank leaves behind may hold the pipe open, for ever."""
+    script = (
+        "import signal, subprocess, sys, time\n"
+        "subprocess.Popen(['sleep', '600'])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); time.sleep(600)\n"
+    )
+    async with Node(tmp_path, ["bash", "-c", '"$@" | cat -u', "bash", sys.executable, "-c", script]) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        started = asyncio.get_running_loop().time()
+        assert await node.stop(grace=600) is None
+        assert asyncio.get_running_loop().time() - started < 300
+
+
 async def test_what_a_rank_with_a_handler_runs_hears_nothing_of_a_stop(tmp_path: Path) -> None:
     """Its data loader workers: without them it cannot finish the step before its last checkpoint."""
     script = (

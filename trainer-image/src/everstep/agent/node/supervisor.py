@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -40,6 +40,7 @@ from everstep.agent.ranks.rank import Rank, RankCommand, RankContext
 from everstep.agent.system import gpu, oom, shared_memory
 from everstep.agent.system.faults import name_file_in_errors
 from everstep.agent.system.processes import ChildProcesses
+from everstep.agent.system.signal_targets import SignalTargets
 from everstep.agent.system.tasks import Tasks
 from everstep.agent.system.threads import in_thread_if_possible, in_thread_when_possible
 from everstep.agent.wire.generation_layout import GenerationLayout
@@ -102,7 +103,7 @@ class Supervisor:
         self._others: set[int] = set()  # PIDs on the GPUs that are none of ours
         self._noting: asyncio.Task[None] | None = None
         self._clearing: asyncio.Task[str | None] | None = None
-        self._heard: set[int] | None = None  # who got the TERM of the stop that is going on
+        self._heard: SignalTargets | None = None  # who got the TERM of the stop that is going on
         # A daemon's `spawn` may overtake a `start` that waits for `mpirun --version`, and must not meet half a `stop`.
         self._turn = asyncio.Lock()
         self._disk = threading.Lock()
@@ -191,7 +192,7 @@ class Supervisor:
 
     async def signal(self, signum: int) -> set[int]:
         """Forward a signal to all ranks; the PIDs of those that heard it, see ChildProcesses.forward."""
-        return await self._processes.forward([rank.process for rank in self._ranks if rank.process], signum)
+        return set((await self._forward(signum)).heard)
 
     async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None:
         """Start a launcher's daemon on this node; DaemonOutput and one DaemonExited follow, also when it cannot
@@ -235,14 +236,23 @@ class Supervisor:
         A stop may be given up for one with less grace. Scripts take a second TERM for impatience, so there is only one.
         """
         if self._heard is None:
-            self._heard = await self.signal(signal.SIGTERM)
-        heard = self._heard
+            self._heard = await self._forward(signal.SIGTERM)
         deadline = time.monotonic() + grace
+        await self._await_exits(self._heard.heard, deadline)
+        # What they printed last is with these by now. What the ranks leave behind may keep their pipes open for ever.
+        await self._await_exits(self._heard.filters, min(deadline, time.monotonic() + _FLUSH_TIMEOUT_SECONDS))
+
+    async def _forward(self, signum: int) -> SignalTargets:
+        return await self._processes.forward([rank.process for rank in self._ranks if rank.process], signum)
+
+    async def _await_exits(self, pids: Collection[int], deadline: float) -> None:
+        """Wait until none of these processes is left, or `deadline` (monotonic)."""
         pause = 0.005
-        while heard and time.monotonic() < deadline:
+        left = self._processes.living(pids)
+        while left and time.monotonic() < deadline:
             await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(pause * 1.5, 0.1)
-            heard = self._processes.living(heard)
+            left = self._processes.living(left)
 
     async def _clear_memory(self, deadline: float) -> str | None:
         """In a thread: a million files, or a terabyte in one of them, are gone after more than a few heartbeats."""
