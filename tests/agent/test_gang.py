@@ -15,7 +15,7 @@ import pytest
 from everstep.agent.leader.leader_state import LeaderState
 from everstep.agent.leader.node_links import Links
 from everstep.agent.node.announce import announce_agent
-from everstep.agent.node.fencing import LeaderLease, SuspendDetector, answers_tls, make_client_hello
+from everstep.agent.node.fencing import LeaderLease, StallDetector, answers_tls, make_client_hello
 from everstep.agent.ranks.events import DaemonExited, DaemonOutput, RankProgressed
 from everstep.agent.system.host_names import addresses_of
 from everstep.agent.wire.generation_layout import GenerationLayout
@@ -446,7 +446,7 @@ async def test_a_machine_that_was_suspended_past_the_lease_stops_its_ranks(tmp_p
 
 def test_what_is_read_right_after_a_suspension_is_as_much_older() -> None:
     now, asleep = 100.0, 0.0
-    suspensions = SuspendDetector(lambda: now, lambda: now + asleep)
+    suspensions = StallDetector(lambda: now, lambda: now + asleep, 1.0)
     assert suspensions.age() == 0.0
     asleep = 3600.0
     assert suspensions.age() == 3600.0

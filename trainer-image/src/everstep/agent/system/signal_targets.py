@@ -1,9 +1,9 @@
-"""Who has to hear of a signal that is sent to the ranks, beside the ranks themselves.
+"""Finds who has to hear of a signal that is sent to the ranks, beside the ranks themselves.
 
 Shells pass no signals on, and a launcher without a handler (`accelerate launch` of one process) cannot: it dies at
-once, and what it ran goes on, to which a stop is told as well. Not to the whole group: data loader workers that die of a
-TERM would fail the checkpoint that their parent, which has a handler, writes because of it. Nor to the filters that read
-what such a process prints (`train.py | tee log`): it would fail by the broken pipe, and they end by themselves after it.
+once, and what it ran goes on, to which a stop is told as well. Not to the whole group: data loader workers that die of
+a TERM would fail the checkpoint that their parent, which has a handler, writes because of it. Nor to the filters that
+read what such a process prints (`train.py | tee log`): it would fail by the broken pipe, and they end after it anyway.
 """
 
 from __future__ import annotations
