@@ -72,6 +72,18 @@ async def test_an_agent_whose_leader_leaves_first_ends_as_the_job_did(
         assert ended.result == "succeeded"
 
 
+async def test_an_agent_that_joins_after_the_end_hears_of_it(tmp_path: Path) -> None:
+    """Its leader was told to stop while it dialled: nobody else would tell this agent to leave."""
+    async with gang(tmp_path, 2) as agents:
+        leader, leading = leader_of(agents), agents[0].leading
+        assert leading is not None
+        leader.stop(agents[0].node._clock(), "enough")
+        leading._pump()
+        assert not agents[1].node.linked
+        await until(agents[1].node.ended.done, "it has joined")
+        assert (await agents[1].node.ended).result == "stopped"
+
+
 async def test_progress_reaches_the_leader(tmp_path: Path) -> None:
     async with gang(tmp_path, 2) as agents:
         leader = leader_of(agents)

@@ -193,10 +193,8 @@ class LeaderServer:
             stop = {"type": "stop", "generation": command.generation, "graceSeconds": command.grace}
             self._links.send(command.indexes, stop)
         elif isinstance(command, EndJob):
-            outcome = command.outcome
-            log_line(f"{outcome.result}: {outcome.message}")
-            end = {"type": "end", "result": outcome.result, "exitCode": outcome.exit_code, "message": outcome.message}
-            self._links.send_all(end)
+            log_line(f"{command.outcome.result}: {command.outcome.message}")
+            self._links.send_all(command.outcome.to_message())
 
     # ---- what happens on the links
 
@@ -204,6 +202,8 @@ class LeaderServer:
         self._expired()
         self._daemons.lost(hello.index)  # whoever was there before is gone
         self._leader.node_joined(self._clock(), hello)
+        if self._leader.outcome is not None:  # it was dialled when the job ended
+            self._links.send((hello.index,), self._leader.outcome.to_message())
         self._pump()
 
     def lost(self, index: int, why: str) -> None:
