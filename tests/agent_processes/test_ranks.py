@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -138,29 +139,46 @@ async def test_an_agent_whose_program_is_on_a_volume_that_hangs_hears_its_leader
         assert await node.stop() is None
 
 
-@needs_root
-@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="mounts a volume of its own")
-async def test_an_agent_answers_while_the_volume_of_its_program_does_not(tmp_path: Path) -> None:
+@pytest.fixture
+def hung_volume(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A folder whose server never answers, and a function that ends the server: every call on it fails from then on."""
+    if os.getuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("mounts a volume of its own")
     volume = tmp_path / "volume"
     volume.mkdir()
-    libc, server = ctypes.CDLL(None), os.open("/dev/fuse", os.O_RDWR)  # one that never answers
-    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    libc, servers = ctypes.CDLL(None), [os.open("/dev/fuse", os.O_RDWR)]
+    options = f"fd={servers[0]},rootmode=40000,user_id=0,group_id=0".encode()
+
+    def fail() -> None:
+        while servers:
+            os.close(servers.pop())
+
     if libc.mount(b"hung", bytes(volume), b"fuse", 0, options) != 0:
-        os.close(server)
+        fail()
         pytest.skip("no mount is allowed here")
-    try:
-        async with Node(tmp_path, [f"{volume}/bin/python"]) as node:
-            starting = asyncio.ensure_future(node.start())
-            await node.call("lag", seconds=1.0)  # no answer would come from a loop that waits for the volume
-            os.close(server)  # the volume fails
-            server = -1
-            await starting
-            assert (await node.event("RankExited"))["exit_code"] in (126, 127)
-            assert await node.stop() is None
-    finally:
-        if server >= 0:
-            os.close(server)
-        libc.umount2(bytes(volume), 2)
+    yield volume, fail
+    fail()
+    libc.umount2(bytes(volume), 2)
+
+
+@pytest.mark.parametrize("what", ["program", "interpreter", "PATH", "HOME", "TMPDIR"])
+async def test_an_agent_answers_while_a_volume_that_a_rank_needs_does_not(
+    tmp_path: Path, hung_volume: tuple[Path, Callable[[], None]], what: str
+) -> None:
+    volume, fail = hung_volume
+    script = tmp_path / "script"
+    script.write_text(f"#!{volume}/bin/python -u\n")
+    script.chmod(0o755)
+    command = {"program": [f"{volume}/bin/python"], "interpreter": [str(script)]}.get(what, ["true"])
+    environ = {what: f"{volume}/folder:{os.environ['PATH']}" if what == "PATH" else f"{volume}/folder"}
+    async with Node(tmp_path, command, environ=environ if what.isupper() else {}) as node:
+        starting = asyncio.ensure_future(node.start())
+        await node.call("lag", seconds=1.0)  # no answer would come from a loop that waits for the volume
+        assert not starting.done()
+        fail()
+        await starting
+        assert (await node.event("RankExited"))["exit_code"] in ((0,) if what.isupper() else (126, 127))
+        assert await node.stop() is None
 
 
 async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ class Supervisor:
         self._spawn_on = spawn_on
         self._processes = ChildProcesses(place.owns_pod)
         self._stdout, self._stderr = logs.LogSink(1), logs.LogSink(2)
-        self._base = environment.build_base_environment(os.environ, place.scratch)
-        self._command = tuple(environment.expand_references(word, self._base) for word in config.command)
+        self._base = environment.build_base_environment(os.environ)
+        self._command = config.command
         self._gpus = gpu.count_gpus(os.environ)
         self._memory_counter = oom.find_oom_counter()
         self._daemons = Daemons(self._processes, emit)
@@ -117,7 +117,7 @@ class Supervisor:
             config = self._config
             self._layout = layout
             self._processes.forget_seen()
-            failure_path, self._contract = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
+            failure_path = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
             self._node = RankContext(
                 generation=layout.generation,
                 processes=self._processes,
@@ -301,16 +301,23 @@ class Supervisor:
                 return left
             await asyncio.sleep(0.2)
 
-    def _prepare(self, layout: GenerationLayout) -> tuple[Path, dict[str, str]]:
-        """In a thread, for a user's network volume may take its time: the failure file's path, and SM_* variables."""
+    def _prepare(self, layout: GenerationLayout) -> Path:
+        """In a thread, for a user's network volume may take its time: make what ranks need, and return the failure
+        file's path."""
         with self._disk:  # a start that was given up may still wait for the same volume
             if self._layout is not layout:
                 raise ValueError("this start was given up")
-            if self._command:
-                environment.read_program(self._command[0], self._base.get("PATH"))
-            return failure_file.remove_failure_file(self._place.ml / "output"), self._write_contract(layout)
+            base = {**self._base, **environment.make_home_variables(self._base, self._place.scratch)}
+            command = tuple(environment.expand_references(word, base) for word in self._config.command)
+            if command:
+                environment.read_program(command[0], base.get("PATH"))
+            path = failure_file.remove_failure_file(self._place.ml / "output")
+            contract = self._write_contract(layout, command)
+            if self._layout is layout:
+                self._base, self._command, self._contract = base, command, contract
+            return path
 
-    def _write_contract(self, layout: GenerationLayout) -> dict[str, str]:
+    def _write_contract(self, layout: GenerationLayout, command: tuple[str, ...]) -> dict[str, str]:
         config, place = self._config, self._place
         address = layout.hosts[layout.node_index]
         facts = ContractFacts(
@@ -319,7 +326,7 @@ class Supervisor:
             num_nodes=layout.nodes,
             node_index=layout.node_index,
             instance_type=config.instance_type,
-            command=self._command,
+            command=command,
             num_cpus=environment.count_cpus(),
             num_gpus=self._gpus,
             network_interface=environment.find_interface(address) or "eth0",
