@@ -9,6 +9,7 @@ import pytest
 
 from everstep.agent.config import AgentConfig
 from everstep.agent.node.fencing import StallDetector
+from everstep.agent.wire.http_server import HttpRequest
 
 from .bench import running
 from .fakes import gang, until
@@ -91,3 +92,29 @@ async def test_a_ping_that_waited_while_the_agent_stood_still_renews_no_lease(tm
         assert not json.loads(agents[1].fence.read_bytes())["fenced"]
         stood[0] += 15.0
         await until(lambda: json.loads(agents[1].fence.read_bytes())["fenced"], "the lease ends 40 s after the ping")
+
+
+async def test_a_poll_that_waited_while_the_leader_stood_still_renews_no_lease(tmp_path: Path) -> None:
+    """Its operator may have been cut off since. A poll that was signed after the leader went on counts in full."""
+    async with gang(tmp_path, 2, fence_timeout=40.0) as agents:
+        leading = agents[0].leading
+        assert leading is not None
+        await until(lambda: leader_of(agents).phase == "running")
+        stood, lease_clock = [30.0], leading._lease_clock
+        for owner in (leading, leading._stalls):
+            owner._lease_clock = lambda: lease_clock() + stood[0]
+        leading._stalls._clock = leading._lease_clock
+        await leading._state(HttpRequest("GET", "/v1/state", "/v1/state", {}, b"", "", "", age=25.0))
+        assert 24.0 < leading._lease.age(leading._lease_clock()) < 30.0
+        await leading._state(HttpRequest("GET", "/v1/state", "/v1/state", {}, b"", "", "", age=0.0))
+        assert leading._lease.age(leading._lease_clock()) < 5.0
+
+
+async def test_a_leader_that_never_stood_still_takes_polls_as_they_come(tmp_path: Path) -> None:
+    """An operator that was slow to ask again has no older word than one that was quick."""
+    async with gang(tmp_path, 1, fence_timeout=1000.0) as agents:
+        leading = agents[0].leading
+        assert leading is not None
+        leading._stalls.interval = 1000.0
+        await leading._state(HttpRequest("GET", "/v1/state", "/v1/state", {}, b"", "", "", age=25.0))
+        assert leading._lease.age(leading._lease_clock()) < 20.0

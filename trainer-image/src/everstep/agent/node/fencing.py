@@ -54,7 +54,7 @@ class StallDetector:
         """Begin now; `note_running` will be called every `interval` seconds."""
         self._clock = clock
         self._lease_clock = lease_clock
-        self._interval = interval
+        self.interval = interval
         self._apart = lease_clock() - clock()
         self._ran = clock()
         self._stood = self._until = 0.0
@@ -63,7 +63,7 @@ class StallDetector:
         now = self._clock()
         slept = self._lease_clock() - now - self._apart
         stood = slept if slept > SUSPENDED_SECONDS else 0.0
-        if now - self._ran > 2 * self._interval:
+        if now - self._ran > 2 * self.interval:
             stood += now - self._ran
         if stood > 0:
             self._stood, self._until = max(stood, self._stood if now < self._until else 0.0), now + 1.0

@@ -82,8 +82,7 @@ class NodeAgent:
         self._token = b""
         self._lease_clock = lease_clock
         self._lease = LeaderLease(config.fence_timeout, lease_clock())
-        self._pause = min(1.0, config.fence_timeout / 4)  # seconds between two looks at clocks
-        self._stalls = StallDetector(clock, lease_clock, self._pause)
+        self._stalls = StallDetector(clock, lease_clock, min(1.0, config.fence_timeout / 4))
         self._fence = FenceFile(place.scratch / "fence.json")
         self._fenced = False
         self._given_up = (0, 0)  # (epoch, generation) of the ranks that were stopped for want of a lease or a place
@@ -338,12 +337,12 @@ class NodeAgent:
     # ---- time
 
     async def _housekeep(self) -> None:
-        beat_at, looked = 0.0, self._clock()
+        beat_at, pause, looked = 0.0, self._stalls.interval, self._clock()
         while True:
-            await asyncio.sleep(self._pause)
+            await asyncio.sleep(pause)
             now = self._clock()
             # So long it was this process that was stopped or starved: what has come meanwhile is still to be read.
-            self._heard += max(0.0, now - looked - 2 * self._pause)
+            self._heard += max(0.0, now - looked - 2 * pause)
             looked = now
             self._stalls.note_running()
             self._look_at_lease()
