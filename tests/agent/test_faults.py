@@ -14,8 +14,8 @@ import pytest
 
 from everstep.agent.system.faults import explain_fault, is_of_the_pod
 from everstep.agent.system.tasks import Tasks
-from everstep.checkpoint.fence import explain_fence
-from everstep.checkpoint.keys import Attempt
+from everstep.checkpoint.format.keys import Attempt
+from everstep.checkpoint.publish.fence import explain_fence
 
 from .fakes import gang, until
 from .laptop import SOURCE, Laptop
