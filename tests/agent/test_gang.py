@@ -15,7 +15,7 @@ import pytest
 from everstep.agent.leader.leader_state import LeaderState
 from everstep.agent.leader.node_links import Links
 from everstep.agent.node.announce import announce_agent
-from everstep.agent.node.fencing import LeaderLease, SuspendDetector, answers_tls, make_client_hello
+from everstep.agent.node.fencing import LeaderLease, StallDetector, answers_tls, make_client_hello
 from everstep.agent.ranks.events import DaemonExited, DaemonOutput, RankProgressed
 from everstep.agent.system.host_names import addresses_of
 from everstep.agent.wire.generation_layout import GenerationLayout
@@ -70,6 +70,18 @@ async def test_an_agent_whose_leader_leaves_first_ends_as_the_job_did(
         monkeypatch.setattr(AgentLink, "flushed", left)
         await agents[1].node.finish(ended.result)
         assert ended.result == "succeeded"
+
+
+async def test_an_agent_that_joins_after_the_end_hears_of_it(tmp_path: Path) -> None:
+    """Its leader was told to stop while it dialled: nobody else would tell this agent to leave."""
+    async with gang(tmp_path, 2) as agents:
+        leader, leading = leader_of(agents), agents[0].leading
+        assert leading is not None
+        leader.stop(agents[0].node._clock(), "enough")
+        leading._pump()
+        assert not agents[1].node.linked
+        await until(agents[1].node.ended.done, "it has joined")
+        assert (await agents[1].node.ended).result == "stopped"
 
 
 async def test_progress_reaches_the_leader(tmp_path: Path) -> None:
@@ -449,7 +461,7 @@ async def test_a_machine_that_was_suspended_past_the_lease_stops_its_ranks(tmp_p
 
 def test_what_is_read_right_after_a_suspension_is_as_much_older() -> None:
     now, asleep = 100.0, 0.0
-    suspensions = SuspendDetector(lambda: now, lambda: now + asleep)
+    suspensions = StallDetector(lambda: now, lambda: now + asleep, 1.0)
     assert suspensions.age() == 0.0
     asleep = 3600.0
     assert suspensions.age() == 3600.0

@@ -179,8 +179,8 @@ def test_a_leaving_pod_does_not_run_another_generation() -> None:
 
 
 def test_silence_is_a_lost_pod() -> None:
-    bench = running()
-    for _ in range(13):
+    bench = running(fence_timeout=20.0)
+    for _ in range(21):
         bench.now += 1.0
         bench.leader.note_sign_of_life(bench.now, 0)
         bench.leader.tick(bench.now)

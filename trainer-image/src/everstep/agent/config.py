@@ -80,18 +80,14 @@ class AgentConfig:
 
     @property
     def silence(self) -> float:
-        """Return the seconds without a frame after which a leader takes a node for lost."""
-        return max(12.0, 4 * self.heartbeat)
+        """Return the seconds without a frame after which one end of a link takes the other for lost.
 
-    @property
-    def leader_silence(self) -> float:
-        """Return the seconds without a frame after which a node takes its leader for lost.
-
-        A leader that stood still (a starved or frozen machine) and goes on must find its links as they were: to drop
-        one ends the generation, though all ranks are well. Until the fence timeout nothing is gained by it either: a
-        new leader, or the same one, dials anew and needs no old link to be gone.
+        An agent that stood still (a starved or frozen machine, a network that was away) and goes on must find its link
+        as it was: to drop it ends the generation, though all ranks are well. Until the fence timeout nothing is gained
+        by it either: a process that ends breaks its link at once, a pod that is replaced says so itself, and only after
+        that time a node that cannot be reached has given up the right to publish by itself.
         """
-        return max(self.silence, self.fence_timeout)
+        return max(12.0, 4 * self.heartbeat, self.fence_timeout)
 
 
 @dataclass(frozen=True)

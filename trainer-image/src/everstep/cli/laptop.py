@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.cli.errors import CliError
 from everstep.cli.live import LiveScreen
-from everstep.cli.local import EPOCH, LocalAgents
+from everstep.cli.local import EPOCH, LocalAgents, hold_base
 from everstep.cli.prepare import PreparedJob
 from everstep.cli.story import StateNarrator
 from everstep.cli.terminal import format_duration
@@ -36,17 +36,20 @@ class LocalRun:
         self._stop_sent = False
 
     def run(self) -> int:
-        """Run the job and return its exit code; 130 if it was interrupted."""
+        """Run the job and return its exit code; 130 if it was interrupted.
+
+        Raises:
+            CliError: The base cannot be used, or the agents cannot be reached.
+        """
         from everstep.agent_zip import build_zipapp
 
         started = time.time()
         agent = self._base / "agent.pyz"
-        self._base.mkdir(parents=True, exist_ok=True)
-        agent.write_bytes(build_zipapp())
-        with LiveScreen(self._prepared.name) as screen, self._signals():
+        with hold_base(self._base) as lock, LiveScreen(self._prepared.name) as screen, self._signals():
+            agent.write_bytes(build_zipapp())
             for note in self._prepared.notes:
                 screen.say(note)
-            agents = LocalAgents(self._prepared.local, self._base, agent, screen.log)
+            agents = LocalAgents(self._prepared.local, self._base, agent, screen.log, lock)
             try:
                 self._follow(agents, screen)
                 if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
@@ -131,8 +134,10 @@ class LocalRun:
         def interrupt(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
 
+        heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # What was ignored before stays so: `nohup` means that a closed terminal ends nothing.
         previous = {
-            number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            number: signal.signal(number, interrupt) for number in heard if signal.getsignal(number) != signal.SIG_IGN
         }
         try:
             yield

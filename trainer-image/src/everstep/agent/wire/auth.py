@@ -121,6 +121,12 @@ class NonceStore:
         self._open[nonce] = now + NONCE_SECONDS
         return nonce
 
+    def age(self, nonce: str, now: float) -> float:
+        """Return how many seconds ago a nonce was handed out: what is signed with it is no older. 0.0 for one that is
+        not valid."""
+        end = self._open.get(nonce)
+        return 0.0 if end is None else max(0.0, now - (end - self._lifetime))
+
     def take(self, nonce: str, now: float) -> bool:
         """Return True once for each nonce that is still valid."""
         self._expire(now)

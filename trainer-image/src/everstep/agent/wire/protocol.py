@@ -326,6 +326,10 @@ class Outcome:
     message: str
     failure: str | None = None  # id of the entry
 
+    def to_message(self) -> dict[str, Any]:
+        """Return the leader's `end` message, the same for every node."""
+        return {"type": "end", "result": self.result, "exitCode": self.exit_code, "message": self.message}
+
     def to_json(self) -> dict[str, Any]:
         return {
             "result": self.result,
