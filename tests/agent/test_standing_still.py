@@ -59,7 +59,7 @@ def test_a_node_that_stands_still_for_less_than_the_fence_timeout_and_goes_on_co
         bench.leader.tick(bench.now)
     bench.leader.note_sign_of_life(bench.now, 1)
     bench.later(60.0)
-    assert (bench.phase, bench.leader.generation, bench.ledger) == ("running", 1, [])
+    assert (bench.phase, bench.leader.generation, bench.history) == ("running", 1, [])
 
 
 def test_what_a_process_reads_after_it_stood_still_is_as_much_older() -> None:

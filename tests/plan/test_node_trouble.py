@@ -164,10 +164,39 @@ def test_under_strict_fencing_a_node_that_comes_back_in_time_costs_no_generation
     assert world.phase == "Running"
     assert {pod.uid for pod in world.pods.values()} == pods
     assert world.status.generation == 1
-    if index > 0:
-        assert world.status.restarts.total == 0
+    assert world.status.restarts.total == 0
+    assert world.status.last_failure is None
     world.end()
     world.run("Succeeded")
+
+
+def test_under_strict_fencing_a_node_that_comes_back_in_time_ends_no_job_without_a_budget() -> None:
+    world = running(fencing="strict", infrastructure=0)
+    world.remove_node(0)
+    world.reconcile()
+    assert world.phase == "Restarting"
+    world.nodes.clear()
+    world.run("Running", limit=10)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_under_strict_fencing_a_node_that_stays_away_is_charged_once(index: int) -> None:
+    world = running(fencing="strict")
+    world.leader_reachable = index == 0  # nobody but the operator knows of the loss
+    world.tick(20)
+    world.reconcile()
+    world.remove_node(index)
+    world.reconcile()
+    assert world.status.restarts.total == 0
+    world.now += world.settings.fence_timeout + 10
+    assert deleted(world.reconcile())
+    assert world.status.restarts.infrastructure == 1
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.reason, failure.node) == ("NodeLost", f"node-{index}")
+    world.leader_reachable = True
+    world.run("Running")
+    assert world.status.restarts.total == 1
 
 
 def test_an_answer_from_before_a_node_came_back_proves_nothing() -> None:

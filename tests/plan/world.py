@@ -259,6 +259,7 @@ class World:
             created=self.now,
             owner=self.job.metadata.uid,
             token_secret=token_secret_name(body["spec"]),  # type: ignore[arg-type]
+            is_epoch_fixed=bool(token_secret_name(body["spec"])),  # type: ignore[arg-type]
         )
 
     # --- the cluster

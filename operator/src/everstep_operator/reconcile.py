@@ -32,15 +32,18 @@ from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_g
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import CreatePods, JobEvent, JobPlan
-from everstep_operator.plan.gang import is_waiting
+from everstep_operator.plan.gang import BLOCKED_REASONS, is_waiting
 from everstep_operator.plan.leader_view import LeaderView
 from everstep_operator.plan.observation import Observation, PlanSettings, PodView, Rejection
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES
+from everstep_operator.plan.status_memory import undo_edit
 
 log = structlog.get_logger(__name__)
 
 MAX_OBSTACLES = 5  # in one reconcile
+EDIT_REPORT_SECONDS = 60.0
+PATIENT_FAILURES = 3  # in a row, until a webhook that is unavailable is told in the status
 
 
 @dataclass
@@ -51,7 +54,9 @@ class _Memory:
     """
 
     uid: str
+    status: TrainingJobStatus | None = None  # as this process has last stored or found it, while the job is active
     status_written_at: float | None = None  # by us, for what may wait for the next write
+    edit_reported_at: float | None = None  # when its users were last told that somebody has changed its status
     scale_up_at: float | None = None  # when a node was last promised to a pod of the job
     status_refused: bool = False  # its users have been told so
     unreadable: int | None = None  # the version of which they have been told that it breaks the rules
@@ -83,7 +88,7 @@ class Reconciler:
     _memories: dict[Key, _Memory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.unlisted = UnlistedPods(self.client, self.cache)
+        self.unlisted = UnlistedPods(self.client, self.cache, self.actor.requests)
 
     async def reconcile(self, key: Key) -> Rejection | None:
         """Reconcile the job once. What the API server goes on rejecting is returned, anything else that went wrong is
@@ -93,22 +98,26 @@ class Reconciler:
             return None
         rejection: Rejection | None = None
         written = False
+        job, edited = self._undo_edit(key, job)
         await self.unlisted.refresh(key)
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
             made = await self._plan_around_obstacles(key, job, rejection)
             if made.status is None:
                 self._forget_job(key, job.metadata.uid)
                 return None
-            confirmed = made.changed
-            if made.changed:
+            confirmed = made.changed or edited
+            if made.changed or edited:
                 stored = await self._write_status(key, job, made.status)
                 if stored is None:
                     return None
+                if edited:
+                    await self._report_edit(key, job)
                 # A write that changes nothing (the server drops fields that its CRD lacks) would be repeated for ever.
                 written = written or stored.metadata.resource_version != job.metadata.resource_version
-                job = stored
+                job, edited = stored, False
             self._update_polling(key, job, made)
-            rejection, again = await self.actor.execute(_make_job_ref(key, job, confirmed), made.actions)
+            reference, patient = _make_job_ref(key, job, confirmed), self._is_patient(key, job)
+            rejection, again = await self.actor.execute(reference, made.actions, patient=patient)
             for event in made.events:
                 await events.send_event(self.client, *key, job.metadata.uid, event, self.clock())
             if rejection is None:
@@ -188,6 +197,27 @@ class Reconciler:
                 await events.send_event(self.client, *key, entry.uid, event, self.clock())
             return None
 
+    def _undo_edit(self, key: Key, job: TrainingJob) -> tuple[TrainingJob, bool]:
+        """Return the job with the status that this operator knows, and whether somebody has stored another one that
+        tells of less."""
+        memory, found = self._get_memory(key, job.metadata.uid), job.status
+        active = job.managed_here and not (found.phase is not None and found.phase.finished)
+        right = undo_edit(memory.status, found) if job.managed_here and memory.status is not None else None
+        if right is None:
+            memory.status = found if active else None
+            return job, False
+        return job.model_copy(update={"status": right}), True
+
+    async def _report_edit(self, key: Key, job: TrainingJob) -> None:
+        """Tell of an edited status, once a minute at most: whoever edits it may be a program that does so again."""
+        memory, now = self._get_memory(key, job.metadata.uid), self.clock()
+        if memory.edit_reported_at is not None and now < memory.edit_reported_at + EDIT_REPORT_SECONDS:
+            return
+        memory.edit_reported_at = now
+        log.warning("somebody has changed a status; it is put back", job="/".join(key))
+        event = JobEvent("Warning", Reason.STATUS_RESTORED.value, Reason.STATUS_RESTORED.meaning)
+        await events.send_event(self.client, *key, job.metadata.uid, event, now)
+
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observation:
         pods = self.cache.pods_of(key)
         memory, frozen = self._get_memory(key, job.metadata.uid), None
@@ -253,8 +283,8 @@ class Reconciler:
         except (errors.Conflict, errors.NotFound):
             await self._read_again(key, job.metadata.uid)
             return None
-        self._get_memory(key, job.metadata.uid).status_written_at = self.clock()
-        written = TrainingJob.parse(stored)
+        written, memory = TrainingJob.parse(stored), self._get_memory(key, job.metadata.uid)
+        memory.status_written_at, memory.status = self.clock(), written.status
         metrics.record_status_change(job, written.status, self.clock())
         return written
 
@@ -315,6 +345,11 @@ class Reconciler:
             await events.send_event(self.client, *key, uid, event, self.clock())
 
     # --- what follows
+
+    def _is_patient(self, key: Key, job: TrainingJob) -> bool:
+        """Return whether the next failure may be a short one, as of a webhook whose pods are being replaced."""
+        told = any(transition.reason in BLOCKED_REASONS for transition in job.status.transitions[-2:])
+        return not told and self.queue.failures(key) < PATIENT_FAILURES
 
     def _update_polling(self, key: Key, job: TrainingJob, made: JobPlan) -> None:
         if made.poll is None:

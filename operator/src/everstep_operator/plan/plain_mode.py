@@ -79,7 +79,7 @@ def build_pod_annotations(job: Mapping[str, Any], index: int) -> dict[str, str]:
 
 
 def build_environment(
-    job: Mapping[str, Any], index: int, config_map: str, user: list[Mapping[str, Any]]
+    job: Mapping[str, Any], index: int, config_map: str, epoch: int, user: list[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """Return the contract's variables for pod `index`, then the user's own, which win.
 
@@ -87,6 +87,7 @@ def build_environment(
         job: The resolved job.
         index: Of the pod.
         config_map: Name of the ConfigMap with build_plain_files().
+        epoch: Of the set: with each set that is made again, ranks get a greater fencing token.
         user: The user's variables.
     """
     nodes = job["numNodes"]
@@ -99,7 +100,7 @@ def build_environment(
             node_rank=index,
             master_addr=master,
             master_port=MASTER_PORT,
-            epoch=job["templateEpoch"],
+            epoch=epoch,
             generation=1,
             job=job["job"]["name"],
             progress=None,

@@ -14,6 +14,7 @@ from everstep_operator.plan import start_failures
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext
+from everstep_operator.plan.pod_manifest import make_pod_name
 
 # A pod that the kubelet refuses ends at once; made again at once it would do so thousands of times an hour.
 REFUSED_RETRY_SECONDS = 10.0
@@ -98,9 +99,13 @@ def explain_loss(pod: PodView | None) -> Reason:
 def describe_kept_pod(s: PlanContext) -> tuple[PodView, str] | None:
     """Return a pod that finalizers keep after its end, and a message about it: no other pod can have its name.
 
-    Whoever put them there acts within a moment, or needs to be told.
+    Whoever put them there acts within a moment, or needs to be told. It may be a pod of a former job of this name.
     """
-    kept = next((p for p in s.observed.ours if p.finalizers and p.deleting and p.ended is not None), None)
+    finalized = [p for p in s.observed.pods if p.finalizers and (p.ended is not None or not p.scheduled)]
+    name, uid = s.job.metadata.name, s.job.metadata.uid
+    kept = next(
+        (p for p in finalized if p.owner == uid or any(p.name == make_pod_name(name, i) for i in range(s.wanted))), None
+    )
     if kept is None:
         return None
     return kept, f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
-from everstep_operator.plan import pod_replacement
+from everstep_operator.plan import node_trouble, pod_replacement
 from everstep_operator.plan.decision import parse_reason
 from everstep_operator.plan.leader_view import MAX_ORDINAL, LeaderView, ReportedGeneration
 from everstep_operator.plan.observation import PodView
@@ -68,9 +68,10 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
             before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason)
             failure = make_pod_failure(pod, reason)
     if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
-        dead = head is None or not head.live
+        dead = head is None or not (head.live or node_trouble.may_come_back(s, head))
         # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
-        loss = head if dead else next(iter(pod_replacement.list_lost_pods(s)), None) if s.degraded else None
+        lost = (pod for pod in pod_replacement.list_lost_pods(s) if not node_trouble.may_come_back(s, pod))
+        loss = head if dead else next(lost, None) if s.degraded else None
         # A pod 0 of an older epoch is a late read: its end is on record since the epoch was raised.
         known = head is None or head.epoch == s.status.epoch
         newest = restarts.last.token if restarts.last is not None else (0, 0)

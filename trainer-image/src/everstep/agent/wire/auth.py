@@ -125,7 +125,7 @@ class NonceStore:
         """Return how many seconds ago a nonce was handed out: what is signed with it is no older. 0.0 for one that is
         not valid."""
         end = self._open.get(nonce)
-        return 0.0 if end is None else max(0.0, now - (end - self._lifetime))
+        return 0.0 if end is None else max(0.0, now - (end - NONCE_SECONDS))
 
     def take(self, nonce: str, now: float) -> bool:
         """Return True once for each nonce that is still valid."""
