@@ -32,7 +32,7 @@ class NodeView:
     dead_since: float | None = None  # what `node_loss` made of it
     held: str = ""  # why it is not taken for dead all the same
     zone: str = ""
-    room: NodeCapacity | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
+    capacity: NodeCapacity | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
 
     @property
     def lost_since(self) -> float | None:
@@ -56,5 +56,5 @@ def parse_node(raw: Mapping[str, Any]) -> NodeView:
         leaving=taints[0] if taints else "",
         deleting=meta.get("deletionTimestamp") is not None,
         zone=str((meta.get("labels") or {}).get(ZONE_LABEL) or ""),
-        room=parse_node_capacity(raw),
+        capacity=parse_node_capacity(raw),
     )
