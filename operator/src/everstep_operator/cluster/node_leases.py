@@ -33,7 +33,7 @@ MAX_AVOIDED = 32  # names in a pod that is made
 
 @dataclass
 class _FollowedNode:
-    """What is known of one node's Lease."""
+    """The reads of one node's Lease so far."""
 
     task: asyncio.Task[None]
     jobs: set[Key] = field(default_factory=set)

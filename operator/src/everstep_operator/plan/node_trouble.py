@@ -30,7 +30,7 @@ def find_node_trouble(s: PlanContext) -> tuple[Reason, str] | None:
     for pod in s.current.values():
         if (gpu := sick.get(pod.index)) is not None and pod.ended is None:
             what = f"which has a GPU in trouble ({gpu.name}: {gpu.problem})"
-            found.append((3, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
+            found.append((4, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
     if not found:
         return None
     worst, reason, what, _, where = min(found)
