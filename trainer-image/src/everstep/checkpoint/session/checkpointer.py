@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from everstep.checkpoint.save.trigger import Trigger, estimate_mean_time_between
 from everstep.checkpoint.session import claiming
 from everstep.checkpoint.session.arguments import check_arguments
 from everstep.checkpoint.session.one_at_a_time import check_process, one_at_a_time
+from everstep.checkpoint.session.process_sessions import replace_earlier_session
 from everstep.checkpoint.session.source_ranks import check_source_ranks
 from everstep.checkpoint.slots.slots import default_directory, default_memory
 from everstep.checkpoint.state.casting import Cast, Casts
@@ -47,8 +47,6 @@ from everstep.checkpoint.state.rng import GENERATORS, add_generators
 from everstep.checkpoint.store.base import Store, open_store
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
-
-_log = logging.getLogger("everstep.checkpoint")
 
 _OF_WRITER = (
     "slots", "keep_last", "keep_every", "keep_best", "best_metric", "best_mode", "commit_timeout", "stall_after"
@@ -112,7 +110,7 @@ class Checkpointer:
         self._events, self._metrics = Events(), Metrics()
         self._how = How(checksum, allow_pickle)
         self._pilot: SaveCoordinator | None = None
-        self._group = open_host_group(timeout)
+        self._group = open_host_group(timeout, "everstep.checkpointer()")
         self._topology = topology.find_topology(self._group)
         self._options = dict(options or {})
 
@@ -137,7 +135,7 @@ class Checkpointer:
         self._linger = given["linger"]
         self._node: WriterConnection | None = None
         self._process = os.getpid()
-        self._is_closed = False
+        self.ended = ""  # why nothing may be called any more
         self._objects: dict[str, object] | None = None
         self._seen: claiming.LastSeen | None = None
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
@@ -331,7 +329,7 @@ class Checkpointer:
         """
         if os.getpid() != self._process:
             return
-        self._is_closed = True
+        self.ended = "is called after close(): make another session, and restore() in it to go on"
         try:
             if self._pilot is not None:
                 self._pilot.close(wait)
@@ -370,8 +368,8 @@ class Checkpointer:
             CheckpointError: It may not.
         """
         check_process(self._process, call)
-        if self._is_closed:
-            raise CheckpointError(f"{call} is called after close(): make another session, and restore() in it to go on")
+        if self.ended:
+            raise CheckpointError(f"{call} {self.ended}")
 
     def _set_objects(self, objects: dict[str, object], step: int | None = None) -> None:
         """These are saved from here on. `step`: that training goes on from, where it was just restored."""
@@ -440,6 +438,7 @@ class Checkpointer:
             settings={"options": self._options, **self._settings},
         )
         self.attempt = Attempt.parse(node.config.attempt)
+        replace_earlier_session(self._directory, self, self.store.url)
         return node
 
     def _learn_failures(self) -> None:
