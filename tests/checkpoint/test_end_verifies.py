@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,25 @@ def saves_and_loses_its_writer(rank: int, folder: Path) -> None:
 def test_what_was_saved_last_is_verified_and_older_ones_are_gone_when_the_end_returns(folder: Path) -> None:
     run(2, saves_and_loses_its_writer, folder)
     assert list_verified(folder) == [(3, True)]
+
+
+@pytest.mark.parametrize("how", ["exit", "deadline"])
+def test_who_is_told_to_end_waits_for_the_store_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The time that a process is given may be over soon: one that is killed counts as failed."""
+    waited: list[object] = []
+    monkeypatch.setattr(session_end.SessionEnd, "wait_until_tidy", waited.append)
+
+    def script() -> None:
+        with session(folder) as ckpt:
+            ckpt.track(state={"weights": torch.ones(10)})
+            ckpt.save(1, 1000.0 if how == "deadline" else None)
+            if how == "exit":
+                sys.exit(0)
+
+    with contextlib.suppress(SystemExit):
+        script()
+    assert [each.step for each in everstep.list_checkpoints(folder / "store")] == [1]
+    assert waited == []
 
 
 def test_a_writer_that_stands_still_while_it_verifies_is_not_waited_for(

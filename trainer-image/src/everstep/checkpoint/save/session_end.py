@@ -101,9 +101,8 @@ class SessionEnd:
                 exited = error
             else:
                 break
-        if exited is not None:  # whoever ends this process may not wait any longer
+        if exited is not None:
             raise exited
-        self._wait_until_tidy()
 
     def leave_briefly(self) -> None:
         """Leave after an error: nobody is waited for, not even a board that does not answer."""
@@ -117,11 +116,12 @@ class SessionEnd:
             telling.start()
             telling.join(_BRIEF)
 
-    def _wait_until_tidy(self) -> None:
+    def wait_until_tidy(self) -> None:
         """Wait, in one rank of each node, until its writer has verified what was saved last.
 
         A container ends with its ranks, and the writer with it: the last checkpoint of a job would never be verified,
         and those before it would stay. It is in the store already, so that this wait is short and fails for nothing.
+        Not for who is told to end: the process would be killed, and count as failed.
         """
         if self._node.config.ranks[0] != self._agreement.rank:
             return
