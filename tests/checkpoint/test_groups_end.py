@@ -65,7 +65,12 @@ def open_sessions(rank: int, folder: Path) -> list[tuple[int, int]]:
 
     counts = []
     for _ in range(4):
-        ckpt: Any = everstep.checkpointer(folder / "store", memory=folder / "memory", every_steps=1, timeout=30.0)
+        ckpt: Any = everstep.checkpointer(
+            folder / "store",
+            every_steps=1,
+            memory=everstep.MemoryOptions(directory=folder / "memory"),
+            times=everstep.TimeOptions(timeout=30.0),
+        )
         with ckpt:
             ckpt.restore(state={"value": torch.ones(3)})
         del ckpt

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from everstep_operator.api.status import Cause, Charge
-from everstep_operator.plan.leader import MAX_ORDINAL, ReportedGeneration
-from everstep_operator.plan.situation import to_utc
+from everstep_operator.plan.leader_view import MAX_ORDINAL, ReportedGeneration
+from everstep_operator.plan.plan_context import to_utc
 from tests.builders import job
 from tests.plan.world import World
 
@@ -66,7 +66,7 @@ def test_a_leader_s_entry_of_an_epoch_that_was_never_given_out_is_not_charged() 
     """It would be newer than all that follow, which then cost nothing."""
     world = World(job().nodes(2).build()).run("Running")
     assert world.leader is not None
-    world.leader.ledger.append(ReportedGeneration(f"{MAX_ORDINAL}.1", "PodLost", ended_at=world.now))
+    world.leader.history.append(ReportedGeneration(f"{MAX_ORDINAL}.1", "PodLost", ended_at=world.now))
     world.reconcile()
     assert world.status.restarts.total == 0
     world.fail_rank()

@@ -8,8 +8,9 @@ import pytest
 
 from everstep_operator.api.status import Cause, Condition, ConditionType
 from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan, PodRef
-from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.observed import Observation
+from everstep_operator.plan.leader_view import SickGpu
+from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.observation import Observation
 from tests.builders import job
 from tests.plan.world import World
 
@@ -41,6 +42,26 @@ def test_a_node_that_is_not_ready_is_told_and_nothing_is_done() -> None:
     assert [(e.type, e.reason) for e in made.events] == [("Warning", "NodeNotReady")]
     assert world.phase == "Running"
     assert not deleted(made)
+
+
+def test_a_gpu_in_trouble_is_told_and_nothing_is_done() -> None:
+    world = running()
+    lost = SickGpu(1, "H100", "the driver does not show it any more")
+    world.sick_gpus = (lost, dataclasses.replace(lost, problem="3 uncorrected memory errors"), SickGpu(9, "H100", "?"))
+    made = world.reconcile()
+    told = healthy(world)
+    assert told is not None
+    assert (told.status, told.reason) == ("False", "GpuUnhealthy")
+    assert told.message == (
+        "digits-1 is on node-1, which has a GPU in trouble (H100: the driver does not show it any more)"
+    )
+    assert [(e.type, e.reason) for e in made.events] == [("Warning", "GpuUnhealthy")]
+    assert not deleted(made)
+    world.nodes["node-2"] = NodeView("node-2", cordoned=True)
+    world.reconcile()
+    told = healthy(world)
+    assert told is not None
+    assert told.reason == "NodeDraining", "what is about to end pods is told first"
 
 
 def test_it_is_told_once_and_so_is_that_it_is_over() -> None:

@@ -13,30 +13,30 @@ from dataclasses import dataclass, field, replace
 import structlog
 from pydantic import ValidationError
 
-from everstep.agent.auth import job_token
+from everstep.agent.wire.auth import job_token
 from everstep_operator import metrics
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
-from everstep_operator.cluster.act import ActionExecutor, JobRef, StaleObject
+from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject
 from everstep_operator.cluster.cache import ClusterCache, Key, resource_version
 from everstep_operator.cluster.client import ApiObject, Client
-from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.gangs import WaitingGangs, view_waiting_gang
-from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.cluster.nodes import NodeDirectory
-from everstep_operator.cluster.queue import WorkQueue
+from everstep_operator.cluster.frozen_templates import FrozenTemplates
+from everstep_operator.cluster.leader_poller import LeaderPoller
+from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.resources import JOBS
-from everstep_operator.cluster.unlisted import UnlistedPods
-from everstep_operator.plan import form, make_plan
+from everstep_operator.cluster.unlisted_pods import UnlistedPods
+from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
+from everstep_operator.cluster.work_queue import WorkQueue
+from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import CreatePods, JobEvent, JobPlan
 from everstep_operator.plan.gang import is_waiting
-from everstep_operator.plan.keys import find_key
-from everstep_operator.plan.leader import LeaderView
-from everstep_operator.plan.observed import Observation, PlanSettings, PodView, Rejection
-from everstep_operator.plan.situation import RUN_PHASES
+from everstep_operator.plan.leader_view import LeaderView
+from everstep_operator.plan.observation import Observation, PlanSettings, PodView, Rejection
+from everstep_operator.plan.operator_keys import find_key
+from everstep_operator.plan.plan_context import RUN_PHASES
 
 log = structlog.get_logger(__name__)
 
@@ -133,7 +133,7 @@ class Reconciler:
         """
         made = await self._make_plan(key, await self._observe(key, job, rejection))
         for _ in range(MAX_OBSTACLES):  # more pods may have lost their label meanwhile
-            if (obstacle := await self._in_the_way(key, job, made)) is None:
+            if (obstacle := await self._find_obstacle(key, job, made)) is None:
                 return made
             made = await self._make_plan(key, await self._observe(key, job, obstacle.rejection or rejection))
         raise StaleObject("pods that are there without their label come and go")
@@ -142,16 +142,16 @@ class Reconciler:
         """Make the plan. Nodes are not given back while an autoscaler makes more of them; it is asked only then, and
         its word kept."""
         made = make_plan(observed, self.clock())
-        pod = form.find_pod_to_scale_up(observed, made)
+        pod = pod_creation.find_pod_to_scale_up(observed, made)
         if pod is None:
             return made
         promised = min(self.clock(), await events.find_last_scale_up(self.client, key[0], pod.uid))
         if promised <= (observed.scale_up_at or 0.0):
             return made
-        self._memory(key, observed.job.metadata.uid).scale_up_at = promised
+        self._get_memory(key, observed.job.metadata.uid).scale_up_at = promised
         return make_plan(replace(observed, scale_up_at=promised), self.clock())
 
-    async def _in_the_way(self, key: Key, job: TrainingJob, made: JobPlan) -> _Obstacle | None:
+    async def _find_obstacle(self, key: Key, job: TrainingJob, made: JobPlan) -> _Obstacle | None:
         """Look whether the plan replaces a pod that is there, though no list shows it, or whose name is taken. To raise
         the epoch for it, or to count a loss, could not be taken back."""
         if not job.status.epoch:
@@ -173,7 +173,7 @@ class Reconciler:
         if entry is None:
             self._forget_job(key, "")
             return None
-        memory = self._memory(key, entry.uid)
+        memory = self._get_memory(key, entry.uid)
         try:
             return TrainingJob.parse(entry.value)
         except ValidationError as error:
@@ -190,7 +190,7 @@ class Reconciler:
 
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observation:
         pods = self.cache.pods_of(key)
-        memory, frozen = self._memory(key, job.metadata.uid), None
+        memory, frozen = self._get_memory(key, job.metadata.uid), None
         finished = job.status.phase is not None and job.status.phase.finished
         if job.status.template is not None and not finished:
             frozen = await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
@@ -204,7 +204,7 @@ class Reconciler:
             settings=self.settings,
             rejection=rejection,
             status_written_at=memory.status_written_at,
-            nodes=await self.nodes.under(pods),
+            nodes=await self.nodes.find_nodes_under(pods),
             places=self.count_places(key, job),
             scale_up_at=memory.scale_up_at,
         )
@@ -253,7 +253,7 @@ class Reconciler:
         except (errors.Conflict, errors.NotFound):
             await self._read_again(key, job.metadata.uid)
             return None
-        self._memory(key, job.metadata.uid).status_written_at = self.clock()
+        self._get_memory(key, job.metadata.uid).status_written_at = self.clock()
         written = TrainingJob.parse(stored)
         metrics.record_status_change(job, written.status, self.clock())
         return written
@@ -264,7 +264,7 @@ class Reconciler:
         except errors.Invalid as error:
             # What came out of the user's pods is the likeliest to be refused, and nothing depends on it.
             lean = status.model_copy(update={"progress": None, "last_failure": None})
-            await self._status_refused(key, job, error)
+            await self._report_refused_status(key, job, error)
             if lean == status:
                 raise
             stored = await self._apply_status(job, lean)
@@ -288,11 +288,11 @@ class Reconciler:
         }
         return await self.client.apply_status(JOBS, job.metadata.namespace, body)
 
-    async def _status_refused(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
+    async def _report_refused_status(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
         """Send an event about a status that was rejected, which cannot tell of it itself; one, for the same is rejected
         with every write."""
         log.warning("a status was refused", job="/".join(key), error=error.message)
-        memory = self._memory(key, job.metadata.uid)
+        memory = self._get_memory(key, job.metadata.uid)
         if not memory.status_refused:
             memory.status_refused = True
             event = JobEvent("Warning", Reason.STATUS_REFUSED.value, f"{Reason.STATUS_REFUSED.meaning} {error.message}")
@@ -309,7 +309,7 @@ class Reconciler:
 
     async def report_retries(self, key: Key, error: Exception) -> None:
         """Tell the users of a job that does not go on why: its status need not show it."""
-        uid = self.known_uid(key)
+        uid = self.get_known_uid(key)
         if uid is not None:
             event = JobEvent("Warning", Reason.RETRYING.value, f"{Reason.RETRYING.meaning} {error}")
             await events.send_event(self.client, *key, uid, event, self.clock())
@@ -324,12 +324,12 @@ class Reconciler:
             operator_key = find_key((made.poll.token_secret,), key[1], uid, template, self.operator_keys)
             self.leaders.ensure_polled(key, made.poll, job_token(operator_key, uid, template))
 
-    def known_uid(self, key: Key) -> str | None:
+    def get_known_uid(self, key: Key) -> str | None:
         """Return the UID of the job that was last looked at under this name; None: there is none."""
         memory = self._memories.get(key)
         return memory.uid if memory is not None else None
 
-    def _memory(self, key: Key, uid: str) -> _Memory:
+    def _get_memory(self, key: Key, uid: str) -> _Memory:
         """Return what is known of this very job. Whatever is kept by name was its predecessor's, and is dropped."""
         memory = self._memories.get(key)
         if memory is None or memory.uid != uid:

@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.alias_generators import to_snake
 
+from everstep.pipeline.schedules import NAMES as SCHEDULE_NAMES
 from everstep_operator.api.base import ApiModel
 from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.podtemplate import PodTemplate
@@ -34,8 +35,14 @@ from everstep_operator.api.status import TrainingJobStatus
 
 OPERATOR_NAME = "everstep.dev/operator"
 JOB_NAME_PATTERN = "^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[("auto", *SCHEDULE_NAMES)]  # as the pipeline library's table has them
 _NAME = re.compile(JOB_NAME_PATTERN)
 _DOMAIN_PATH = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~%!$&'()*+,;=:-]+$"
+
+SETTABLE_VARIABLES = ("EVERSTEP_FAILURE_DOMAIN", "EVERSTEP_CHECKPOINT_MEMORY")  # of ours, by the checkpoint library
 
 
 class EnvVar(ApiModel):
@@ -55,9 +62,10 @@ class EnvVar(ApiModel):
             lambda env: not env.value or env.value_from is None,
         ),
         Rule(
-            "!self.name.startsWith('EVERSTEP_')",
-            "names that start with EVERSTEP_ belong to everstep: choose another name",
-            lambda env: not env.name.startswith("EVERSTEP_"),
+            f"!self.name.startsWith('EVERSTEP_') || self.name in {list(SETTABLE_VARIABLES)}",
+            "names that start with EVERSTEP_ belong to everstep: choose another name, or one of "
+            + " and ".join(SETTABLE_VARIABLES),
+            lambda env: not env.name.startswith("EVERSTEP_") or env.name in SETTABLE_VARIABLES,
             ".name",
         ),
     )
@@ -103,7 +111,7 @@ class PipelineDistribution(ApiModel):
     """Stages of the model: a divisor of the job's ranks, which then hold replicas, or a multiple of them."""
     microbatches: Annotated[int, Field(ge=1, le=65536), Whole] | None = None
     """Pieces of a replica's batch. Absent: the number with which a step is shortest."""
-    schedule: Literal["auto", "simple", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v"] = "auto"
+    schedule: ScheduleName = "auto"
     """The order of forward and backward passes; `auto`: the one with which a step is shortest within the memory."""
     optimize: Literal["speed", "memory"] = "speed"
     """What the model is cut for: short steps, or the fullest rank's memory too."""

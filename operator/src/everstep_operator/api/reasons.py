@@ -104,6 +104,7 @@ class Reason(StrEnum):
     EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption)."
     NODE_LOST = "NodeLost", "A node stopped answering, or was removed with the job's pods on it."
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
+    GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job goes on as long as its ranks do."
     NODE_DRAINING = "NodeDraining", "A node under the job's pods is cordoned or about to be removed."
     UNCLEAN_NODE = (
         "UncleanNode",

@@ -22,8 +22,8 @@ import structlog
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS
 from everstep_operator.cluster.tombstones import NEVER_AGAIN, Tombstones
 from everstep_operator.plan.labels import LABEL_JOB
-from everstep_operator.plan.node import NodeView, parse_node
-from everstep_operator.plan.observed import PodView, parse_pod
+from everstep_operator.plan.node_view import NodeView, parse_node
+from everstep_operator.plan.observation import PodView, parse_pod
 
 log = structlog.get_logger(__name__)
 
@@ -229,7 +229,7 @@ class ClusterCache:
         self.touched(key)
 
     def _node_noticed(self, key: Key, old: NodeView | None, new: NodeView | None) -> None:
-        if old is None or new is None or old.room != new.room:
+        if old is None or new is None or old.capacity != new.capacity:
             self.node_changes += 1
         if old != new:  # a kubelet writes its node's status every few minutes, to say nothing new
             for job in self.jobs_on(key[1]):

@@ -1,8 +1,9 @@
-"""The trouble with nodes under a job's pods, and with pods whose Node object is gone.
+"""Finds trouble with the nodes under a job's pods, and with pods whose Node object is gone.
 
-Of a NotReady or cordoned node the job only tells: it may come back, and whoever drains it evicts the pods. A node that
-was removed from the cluster does not come back, and nobody will ever report the end of its pods: they are lost, and
-their objects are deleted by force so that replacements can be made. Kubernetes itself takes about a minute for that.
+Of a NotReady or cordoned node the job only tells: it may come back, and whoever drains it evicts the pods. Of a GPU in
+trouble it only tells, too: its ranks find out by themselves whether they can go on. A node that was removed from the
+cluster does not come back, and nobody will ever report the end of its pods: they are lost, and their objects are
+deleted by force so that replacements can be made. Kubernetes itself takes about a minute for that.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.agent_config import RESTART_GRACE, compute_fence_timeout
-from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.situation import PlanContext
+from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.plan_context import PlanContext
 
 # After an agent has fenced itself: its ranks have `RESTART_GRACE` to end, and the agent some seconds to kill the rest.
 _DYING = RESTART_GRACE + 5.0
@@ -24,6 +25,11 @@ def find_node_trouble(s: PlanContext) -> tuple[Reason, str] | None:
         node = s.observed.nodes.get(pod.node) if pod.node and pod.ended is None else None
         if node is not None and (wrong := _judge_node(node)) is not None:
             found.append((*wrong, pod.index, f"{pod.name} is on {node.name}"))
+    sick = {gpu.index: gpu for gpu in reversed(s.leader.sick_gpus)} if s.leader is not None else {}
+    for pod in s.current.values():
+        if (gpu := sick.get(pod.index)) is not None and pod.ended is None:
+            what = f"which has a GPU in trouble ({gpu.name}: {gpu.problem})"
+            found.append((3, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
     if not found:
         return None
     worst, reason, what, _, where = min(found)

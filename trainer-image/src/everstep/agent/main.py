@@ -15,23 +15,25 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import report
-from .auth import read_token
-from .clock import read_boottime
 from .config import AgentConfig, AgentPaths, load_config
-from .faults import explain_fault
-from .http import Handler, HttpServer
-from .node import AgentExit, NodeAgent
-from .processes import make_undumpable
-from .protocol import FAILED, LEFT
-from .report import log_line
-from .supervision import Supervision
-from .supervisor import Supervisor
-from .tasks import Tasks
-from .threads import in_thread_when_possible
+from .node import termination_message
+from .node.node_agent import AgentExit, NodeAgent
+from .node.supervisor import Supervisor
+from .node.supervisor_interface import SupervisorInterface
+from .ranks import failure_file
+from .system import agent_log
+from .system.agent_log import log_line
+from .system.clock import read_boottime
+from .system.faults import explain_fault
+from .system.processes import make_undumpable
+from .system.tasks import Tasks
+from .system.threads import in_thread_when_possible
+from .wire.auth import read_token
+from .wire.http_server import Handler, HttpServer
+from .wire.protocol import FAILED, LEFT
 
 if TYPE_CHECKING:
-    from .leading import LeaderServer
+    from .leader.leader_server import LeaderServer
 
 MAX_OPEN_FILES = 65536
 
@@ -65,11 +67,11 @@ class AgentOptions:
 def main(argv: list[str]) -> int:
     # The programs that MPI starts know their arguments better than argparse does.
     if argv[:1] == ["rank"]:
-        from .launch.rank import main as rank
+        from .launch.rank_command import main as rank
 
         return rank(argv[1:])
     if argv[:1] == ["rsh"]:
-        from .launch.rsh import main as rsh
+        from .launch.rsh_command import main as rsh
 
         return rsh(argv[1:])
     return run_agent(parse_options(argv))
@@ -99,62 +101,63 @@ def parse_options(argv: list[str]) -> AgentOptions:
 def run_agent(options: AgentOptions) -> int:
     agent = Path(sys.argv[0]).absolute()
     if options.base is None:
-        place, environ = AgentPaths.for_pod(agent), dict(os.environ)
+        paths, environ = AgentPaths.for_pod(agent), dict(os.environ)
     else:
-        place = AgentPaths.for_laptop(agent, options.base, options.index)
+        paths = AgentPaths.for_laptop(agent, options.base, options.index)
         environ = {
             "EVERSTEP_INDEX": str(options.index),
             "EVERSTEP_EPOCH": str(options.epoch),
             "EVERSTEP_POD_UID": f"local-{options.index}-{os.getpid()}",
             "EVERSTEP_POD_IP": options.address,
-            "EVERSTEP_NODE_NAME": "localhost",
             "EVERSTEP_LEADER": options.leader,
         }
     make_undumpable()  # before the token is in memory
     try:
-        config, token = load_config(place.job, environ), read_token(place.token)
-        place.scratch.mkdir(parents=True, exist_ok=True)
+        config, token = load_config(paths.job, environ), read_token(paths.token)
+        paths.scratch.mkdir(parents=True, exist_ok=True)
         if options.base is not None:
             config = dataclasses.replace(config, port=options.port, service="")
-        return asyncio.run(_Agent(config, place, token).run())
+        return asyncio.run(_Agent(config, paths, token).run())
     except Exception as error:
-        report.route_log_lines(None)
+        agent_log.route_log_lines(None)
         if not isinstance(error, (OSError, ValueError)):
             log_line(traceback.format_exc())
         log_line(explain_fault(error))
         # No outcome: a full disk or a port in use is this pod's, and another pod may do better.
-        report.write_termination_message(
-            place.termination_log, {"result": LEFT, "exitCode": 1, "message": explain_fault(error)}
+        termination_message.write_termination_message(
+            paths.termination_log, {"result": LEFT, "exitCode": 1, "message": explain_fault(error)}
         )
         return 1
 
 
 class _Agent:
-    def __init__(self, config: AgentConfig, place: AgentPaths, token: bytes) -> None:
+    def __init__(self, config: AgentConfig, paths: AgentPaths, token: bytes) -> None:
         self._config = config
-        self._place = place
+        self._paths = paths
         self._token = token
         self._signals = 0
 
     async def run(self) -> int:
         config, loop = self._config, asyncio.get_running_loop()
         incarnation = secrets.token_hex(8)
-        node = NodeAgent(config, self._place, incarnation, loop.time)
+        node = NodeAgent(config, self._paths, incarnation, loop.time)
         tasks = Tasks(node.crash)
         loop.set_exception_handler(lambda _, context: _handle_loop_error(node, context))
-        leading: LeaderServer | None = None
+        leader_server: LeaderServer | None = None
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", node.accept)}
         if config.leads:
             # Only here: a module in a zipapp is compiled at every start, and a job waits for its slowest agent.
-            from .leader import LeaderState
-            from .leading import LeaderServer, find_free_port
+            from .leader.leader_server import LeaderServer, find_free_port
+            from .leader.leader_state import LeaderState
 
             raise_file_limit(config.num_nodes)
             leader = LeaderState(config, incarnation, loop.time(), time.time(), find_free_port)
-            leading = LeaderServer(config, self._token, node, leader, loop.time)
-            routes.update(leading.routes())
-        processes = Supervisor(config, self._place, node.emit, leading.spawn_on if leading else _reject_spawn)
-        report.route_log_lines(processes.log)
+            leader_server = LeaderServer(config, self._token, node, leader, loop.time)
+            routes.update(leader_server.routes())
+        processes = Supervisor(
+            config, self._paths, node.emit, leader_server.spawn_on if leader_server else _reject_spawn
+        )
+        agent_log.route_log_lines(processes.log)
         node.run_with(processes, self._token)
         # By this clock a request that was signed before this machine was suspended is too old to renew a lease.
         server = HttpServer(self._token, routes, read_boottime)
@@ -164,37 +167,39 @@ class _Agent:
                 continue  # a laptop's nohup
             loop.add_signal_handler(signum, self._handle_stop_signal, node, tasks)
         log_line(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
-        if leading is not None:
-            leading.start(processes)
+        if leader_server is not None:
+            leader_server.start(processes)
         elif config.leader_address:
-            from .announce import announce_agent
+            from .node.announce import announce_agent
 
             tasks.start(announce_agent(config.leader_address, self._token, node))
         if processes.has_gpus:
-            from .health import watch_gpus
+            from .node.gpu_health import watch_gpus
 
             tasks.start(watch_gpus(processes.gpus, node.gpus))
         ended = await node.ended
         await node.finish(ended.result)
-        await self._leave_last_words(node, leading, ended)
-        if leading is not None:
-            await leading.linger()
-            leading.close()
+        await self._leave_termination_message(node, leader_server, ended)
+        if leader_server is not None:
+            await leader_server.linger()
+            leader_server.close()
         server.close()
         await self._close(processes)
-        return report.safe_exit_code(ended.exit_code)
+        return termination_message.safe_exit_code(ended.exit_code)
 
-    async def _close(self, processes: Supervision) -> None:
-        report.route_log_lines(None)
+    async def _close(self, processes: SupervisorInterface) -> None:
+        agent_log.route_log_lines(None)
         await processes.close()
 
-    async def _leave_last_words(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
+    async def _leave_termination_message(
+        self, node: NodeAgent, leader_server: LeaderServer | None, ended: AgentExit
+    ) -> None:
         word: dict[str, Any] = node.termination_message(ended)
-        if leading is not None:
+        if leader_server is not None:
             # For an operator that was away: what the job's restarts were, and how far it came, before nobody can be
             # asked any more.
-            word["ledger"], word["progress"] = leading.charges(), leading.progress()
-        failure = leading.failure() if leading is not None else None
+            word["generationHistory"], word["progress"] = leader_server.charges(), leader_server.progress()
+        failure = leader_server.failure() if leader_server is not None else None
         if failure is not None:
             # Agent 0 speaks for the job: what made it fail, on whichever node.
             word.update(
@@ -204,19 +209,21 @@ class _Agent:
                 message=failure.message,
                 logTail=list(failure.log_tail),
             )
-        report.write_termination_message(self._place.termination_log, word)
+        termination_message.write_termination_message(self._paths.termination_log, word)
         if ended.result == FAILED:
-            output, message, tail = self._place.ml / "output", str(word["message"]), tuple(word["logTail"])
-            writing = in_thread_when_possible(lambda: report.write_failure_file(output, message, tail), "failure-file")
+            output, message, tail = self._paths.ml / "output", str(word["message"]), tuple(word["logTail"])
+            writing = in_thread_when_possible(
+                lambda: failure_file.write_failure_file(output, message, tail), "failure-file"
+            )
             with contextlib.suppress(asyncio.TimeoutError):  # a volume that hangs must not keep the pod from ending
-                await asyncio.wait_for(writing, report.FAILURE_FILE_SECONDS)
+                await asyncio.wait_for(writing, failure_file.FAILURE_FILE_SECONDS)
 
     def _handle_stop_signal(self, node: NodeAgent, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""
         self._signals += 1
         grace = self._config.stop_grace
         if self._signals > 1:
-            if self._place.owns_pod:
+            if self._paths.owns_pod:
                 return
             grace = min(grace, 2.0 if self._signals == 2 else 0.0)
         else:
