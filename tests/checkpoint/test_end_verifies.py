@@ -36,7 +36,7 @@ def list_verified(folder: Path) -> list[tuple[int, bool]]:
 def saves_and_loses_its_writer(rank: int, folder: Path) -> None:
     os.environ["GROUP_RANK"] = str(rank)
     memory = folder / f"memory-{rank}"
-    with session(folder, memory=memory, keep_last=1, commit_timeout=60.0, timeout=60.0) as ckpt:
+    with session(folder, directory=memory, keep_last=1, commit_timeout=60.0, timeout=60.0) as ckpt:
         ckpt.track(**{f"weights{rank}": {"weights": torch.ones(8_000_000)}})
         for step in (1, 2, 3):
             ckpt.save(step)

@@ -24,7 +24,7 @@ def saves_elsewhere(rank: int, folder: Path, is_anothers: bool) -> list[str]:
     if is_anothers and rank == 1:  # what an earlier job has left on this node
         attempts.run_of(PosixStore(folder / "1" / "store"))
     told: list[str] = []
-    ckpt = session(folder / str(rank), memory=folder / f"memory-{rank}", commit_timeout=60.0)
+    ckpt = session(folder / str(rank), directory=folder / f"memory-{rank}", commit_timeout=60.0)
     ckpt.on("stalled", lambda event: told.append(str(event)))
     ckpt.on("failed", lambda event: told.append(str(event)))
     ckpt.track(model=Model())
