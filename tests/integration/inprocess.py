@@ -151,11 +151,11 @@ class Simulation:
         state = leader.state
         if state["phase"] == "running" and not self.members[meta["uid"]] <= running:
             entry = {"id": f"{state['epoch']}.{state['generation']}", "cause": "PodLost", "endedAt": time.time()}
-            await leader.say(phase="forming", ledger=[*state["ledger"], entry])
+            await leader.say(phase="forming", generationHistory=[*state["generationHistory"], entry])
         elif state["phase"] == "forming" and whole:
             self.members[meta["uid"]] = running
             said = {"missing": [], "nodes": wanted, "joined": wanted, "ranksStartedAt": 1.0}
-            await leader.say(phase="running", generation=len(state["ledger"]) + 1, **said)
+            await leader.say(phase="running", generation=len(state["generationHistory"]) + 1, **said)
         elif leader.state["phase"] == "running" and self.finish.is_set():
             await leader.say(phase="ended", outcome={"result": "succeeded", "exitCode": 0, "message": ""})
 
