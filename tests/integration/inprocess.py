@@ -93,6 +93,7 @@ class Simulation:
     world: World
     job: str
     nodes: tuple[str, ...] = ()  # where pod 0, pod 1 … run; default: all on one
+    mute: set[str] = field(default_factory=set)  # UIDs of pods whose agents nobody hears
     finish: asyncio.Event = field(default_factory=asyncio.Event)
     leaders: dict[str, FakeLeader] = field(default_factory=dict)
     pods_seen: set[tuple[str, str]] = field(default_factory=set)
@@ -149,6 +150,8 @@ class Simulation:
         told = [len(body["addresses"]) for *_, body in leader.asked("peers")]
         whole = len(running) == wanted and (wanted == 1 or (told and told[-1] == wanted))
         state = leader.state
+        if self.mute & running:
+            return
         if state["phase"] == "running" and not self.members[meta["uid"]] <= running:
             entry = {"id": f"{state['epoch']}.{state['generation']}", "cause": "PodLost", "endedAt": time.time()}
             await leader.say(phase="forming", generationHistory=[*state["generationHistory"], entry])

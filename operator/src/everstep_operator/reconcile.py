@@ -26,14 +26,18 @@ from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.unlisted_pods import UnlistedPods
 from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import CreatePods, JobEvent, JobPlan
+from everstep_operator.plan.agent_config import find_termination_grace
 from everstep_operator.plan.gang import BLOCKED_REASONS, is_waiting
 from everstep_operator.plan.leader_view import LeaderView
+from everstep_operator.plan.node_loss import declare_lost_nodes
+from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import Observation, PlanSettings, PodView, Rejection
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES
@@ -81,6 +85,7 @@ class Reconciler:
     frozen: FrozenTemplates
     gangs: WaitingGangs
     nodes: NodeDirectory
+    leases: NodeLeases
     actor: ActionExecutor
     settings: PlanSettings
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
@@ -220,6 +225,7 @@ class Reconciler:
 
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observation:
         pods = self.cache.pods_of(key)
+        leader = self._find_leader_view(key, job, pods)
         memory, frozen = self._get_memory(key, job.metadata.uid), None
         finished = job.status.phase is not None and job.status.phase.finished
         if job.status.template is not None and not finished:
@@ -228,16 +234,25 @@ class Reconciler:
             job=job,
             pods=pods,
             pools=self._read_pools(job),
-            leader=self._find_leader_view(key, job, pods),
+            leader=leader,
             gangs=self.gangs.others(key),
             frozen=frozen,
             settings=self.settings,
             rejection=rejection,
             status_written_at=memory.status_written_at,
-            nodes=await self.nodes.find_nodes_under(pods),
+            nodes=await self._find_nodes(job, pods, leader),
+            silent_nodes=self.leases.list_silent_nodes(),
             places=self.count_places(key, job),
             scale_up_at=memory.scale_up_at,
         )
+
+    async def _find_nodes(
+        self, job: TrainingJob, pods: tuple[PodView, ...], leader: LeaderView | None
+    ) -> dict[str, NodeView]:
+        nodes = self.leases.mark_silent((await self.nodes.find_nodes_under(pods)).values())
+        ours = [pod for pod in pods if pod.owner == job.metadata.uid]
+        grace = find_termination_grace(job, self.settings)
+        return declare_lost_nodes(nodes, ours, leader, grace=grace, now=self.clock())
 
     def count_places(self, key: Key, job: TrainingJob) -> int | None:
         """Count the pods of a waiting job that today's nodes could hold; None: it does not wait, or nobody knows."""
@@ -352,6 +367,7 @@ class Reconciler:
         return not told and self.queue.failures(key) < PATIENT_FAILURES
 
     def _update_polling(self, key: Key, job: TrainingJob, made: JobPlan) -> None:
+        self.leases.follow(key, made.suspects)
         if made.poll is None:
             self.leaders.stop_polling(key)
         else:
@@ -375,6 +391,7 @@ class Reconciler:
 
     def _forget_job(self, key: Key, uid: str) -> None:
         self.leaders.stop_polling(key)
+        self.leases.follow(key, frozenset())
         self.gangs.update(key, None)
         self.nodes.forget(key)
         known = self._memories.pop(key, None)

@@ -109,6 +109,11 @@ class Reason(StrEnum):
     POD_DELETED = "PodDeleted", "Someone deleted a pod of the job."
     EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption)."
     NODE_LOST = "NodeLost", "A node stopped answering, or was removed with the job's pods on it."
+    HELD = (
+        "Held",
+        "Most nodes of the job, its zone or the cluster are silent at once, as when a network is cut in two: their "
+        "pods stay until some are heard again; delete those pods if the machines are dead.",
+    )
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
     GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job goes on as long as its ranks do."
     NODE_DRAINING = "NodeDraining", "A node under the job's pods is cordoned or about to be removed."

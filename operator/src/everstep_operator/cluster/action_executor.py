@@ -216,7 +216,9 @@ class ActionExecutor:
         await self._run_in_parallel(job, (self._create_pod(job, action, index) for index in action.indices))
 
     async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int) -> None:
-        made, is_new = await self._ensure(PODS, job, build_pod(action.frozen, index, action.epoch, action.leader))
+        made, is_new = await self._ensure(
+            PODS, job, build_pod(action.frozen, index, action.epoch, action.leader, action.avoid)
+        )
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
         name = made["metadata"]["name"]
         if not is_new and self.cache.pods.get((job.namespace, name)) is None:

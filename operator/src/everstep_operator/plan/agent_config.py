@@ -25,7 +25,7 @@ def build_job_config(
     agents ignore them."""
     spec = job.spec
     gpus = gpu_count(job, pool)
-    grace = spec.pod_template.spec.termination_grace_period_seconds or settings.termination_grace
+    grace = find_termination_grace(job, settings)
     return {
         "protocol": PROTOCOL,
         "job": {"namespace": job.metadata.namespace or "default", "name": job.metadata.name, "uid": job.metadata.uid},
@@ -52,6 +52,11 @@ def build_job_config(
         "cpus": _count_cpus(spec.resources.limits or spec.resources.requests),
         "gpus": gpus,
     }
+
+
+def find_termination_grace(job: TrainingJob, settings: PlanSettings) -> int:
+    """Return the seconds that a job's pods have to end: those of its template, or the operator's."""
+    return job.spec.pod_template.spec.termination_grace_period_seconds or settings.termination_grace
 
 
 def compute_fence_timeout(num_nodes: int, settings: PlanSettings) -> float:

@@ -90,6 +90,7 @@ class LeaderView:
     nodes: int = 0
     joined: int = 0
     missing: tuple[int, ...] = ()
+    quiet: tuple[int, ...] = ()  # agents that have missed some heartbeats; most will be heard again
     unclean: tuple[UncleanPod, ...] = ()
     sick_gpus: tuple[SickGpu, ...] = ()
     running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
@@ -130,7 +131,8 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
         phase=phase if phase in PHASES else "forming",
         nodes=_as_count(data.get("nodes")) or 0,
         joined=_as_count(data.get("joined")) or 0,
-        missing=tuple(i for i in map(_as_count, _as_list(data.get("missing"), MAX_LIST_ITEMS)) if i is not None),
+        missing=_parse_indices(data.get("missing")),
+        quiet=_parse_indices(data.get("quiet")),
         unclean=tuple(
             _parse_unclean(item) for item in _as_list(data.get("unclean"), MAX_LIST_ITEMS) if _has_index(item)
         ),
@@ -154,6 +156,10 @@ def parse_generation_id(generation_id: str) -> tuple[int, int]:
     if dot and plain and max(len(epoch), len(generation)) <= len(str(MAX_ORDINAL)):
         return int(epoch), int(generation)
     return -1, -1
+
+
+def _parse_indices(raw: Any) -> tuple[int, ...]:
+    return tuple(i for i in map(_as_count, _as_list(raw, MAX_LIST_ITEMS)) if i is not None)
 
 
 def _parse_unclean(item: Any) -> UncleanPod:

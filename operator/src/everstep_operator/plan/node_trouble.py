@@ -1,9 +1,9 @@
-"""Finds trouble with the nodes under a job's pods, and with pods whose Node object is gone.
+"""Finds trouble with the nodes under a job's pods, and with pods whose node is gone.
 
 Of a NotReady or cordoned node the job only tells: it may come back, and whoever drains it evicts the pods. Of a GPU in
 trouble it only tells, too: its ranks find out by themselves whether they can go on. A node that was removed from the
-cluster does not come back, and nobody will ever report the end of its pods: they are lost, and their objects are
-deleted by force so that replacements can be made. Kubernetes itself takes about a minute for that.
+cluster does not come back, nor does one that `node_loss` has declared dead: nobody will ever report the end of its
+pods. They are lost, and their objects are deleted by force so that replacements can be made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def find_node_trouble(s: PlanContext) -> tuple[Reason, str] | None:
     for pod in s.current.values():
         if (gpu := sick.get(pod.index)) is not None and pod.ended is None:
             what = f"which has a GPU in trouble ({gpu.name}: {gpu.problem})"
-            found.append((3, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
+            found.append((4, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
     if not found:
         return None
     worst, reason, what, _, where = min(found)
@@ -81,8 +81,12 @@ def _frozen_fence_timeout(s: PlanContext) -> float:
 def _judge_node(node: NodeView) -> tuple[int, Reason, str] | None:
     if node.gone_since is not None:
         return 0, Reason.NODE_LOST, "which is no longer in the cluster"
+    if node.dead_since is not None:
+        return 0, Reason.NODE_LOST, "whose kubelet and agent are both silent"
+    if node.held:
+        return 1, Reason.HELD, f"which is silent: {node.held}"
     if not node.ready:
-        return 1, Reason.NODE_NOT_READY, f"which is not Ready ({node.not_ready_because})"
+        return 2, Reason.NODE_NOT_READY, f"which is not Ready ({node.not_ready_because})"
     if node.cordoned or node.leaving or node.deleting:
-        return 2, Reason.NODE_DRAINING, f"which is being drained ({node.leaving or 'cordoned'})"
+        return 3, Reason.NODE_DRAINING, f"which is being drained ({node.leaving or 'cordoned'})"
     return None

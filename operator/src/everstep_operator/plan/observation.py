@@ -89,7 +89,7 @@ class PodView:
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
     disruption: str | None = None  # reason of a true DisruptionTarget condition
-    gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observation.ours`)
+    gone_since: float | None = None  # when its node was removed from the cluster, or died (`Observation.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
     listed: bool = True  # it has the label by which pods are listed and watched
     is_epoch_fixed: bool = False  # it stands in the pod's spec, which nobody can change, and not only in a label
@@ -208,6 +208,7 @@ class Observation:
     rejection: Rejection | None = None
     status_written_at: float | None = None  # of the observed status; None: unknown, long ago
     nodes: Mapping[str, NodeView] = field(default_factory=dict)  # those under the pods, as far as they are known
+    silent_nodes: tuple[str, ...] = ()  # of any job; the scheduler may take them for Ready for a minute
     places: int | None = None  # pods of the set that today's nodes could hold, up to those wanted; None: unknown
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
 
@@ -232,7 +233,7 @@ class Observation:
 
     def _on_its_node(self, pod: PodView) -> PodView:
         node = self.nodes.get(pod.node) if pod.node else None
-        return pod if node is None or node.gone_since is None else replace(pod, gone_since=node.gone_since)
+        return pod if node is None or node.lost_since is None else replace(pod, gone_since=node.lost_since)
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView:

@@ -9,6 +9,7 @@ from everstep_operator.api.status import Phase
 from everstep_operator.plan import (
     gang,
     job_outcome,
+    node_loss,
     node_trouble,
     plain_mode,
     pod_creation,
@@ -21,6 +22,7 @@ from everstep_operator.plan import (
     ttl,
 )
 from everstep_operator.plan.actions import CreatePods, DryRun, JobPlan, LeaderPoll, PushPeers, StopLeader
+from everstep_operator.plan.agent_config import find_termination_grace
 from everstep_operator.plan.decision import Decision, parse_reason
 from everstep_operator.plan.observation import Observation, Rejection
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
@@ -60,6 +62,8 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     looks = [*decision.requeue, *([due] if due is not None else [])]
     if not decision.phase.finished and (deadline := timeouts.next_deadline(s)) is not None:
         looks.append(deadline)
+    suspects, later = (frozenset(), None) if decision.phase.finished else node_loss.list_suspect_nodes(s)
+    looks += [later] if later is not None else []
     ahead = [t for t in looks if t > now]
     return JobPlan(
         status=status,
@@ -69,6 +73,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         events=events,
         requeue_at=min(ahead) if ahead else None,
         poll=_make_poll(s, account, decision),
+        suspects=suspects,
     )
 
 
@@ -109,7 +114,7 @@ def _decide_end(s: PlanContext, account: RestartBudget) -> Decision | None:
         if outcome is not None and outcome.phase is Phase.SUCCEEDED:
             return Decision(outcome.phase, outcome.reason, outcome.message)
         reason, message = parse_reason(s.open.reason), _open_phase_message(s)
-        grace = s.spec.pod_template.spec.termination_grace_period_seconds or s.observed.settings.termination_grace
+        grace = find_termination_grace(s.job, s.observed.settings)
         until = s.open.start.timestamp() + grace + _STOP_MARGIN
         if job_outcome.has_stopped(s) or s.now >= until:
             return _fail_job(s, reason, message)

@@ -208,7 +208,8 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     uid = job.metadata.uid
     key = find_key((template.secret_name_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
     actions.append(EnsureTemplate(name, t, template.build_config_map(job, frozen, key)))
-    actions.append(CreatePods(chosen, epoch, frozen, _find_leader_address(s, chosen, epoch)))
+    leader = _find_leader_address(s, chosen, epoch)
+    actions.append(CreatePods(chosen, epoch, frozen, leader, s.observed.silent_nodes))
     return actions
 
 

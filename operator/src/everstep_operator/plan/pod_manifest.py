@@ -1,5 +1,5 @@
 """The body of one pod, from the frozen template alone: whatever was edited or upgraded since, a replacement is like the
-pod that it replaces. All that it gets besides is the address of a leader that runs already.
+pod that it replaces. All that it gets besides is the address of a leader that runs already, and the nodes to avoid.
 
 Called once for each of thousands of pods, so it copies only the few objects that differ and shares the rest.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep_operator.plan import plain_mode
+from everstep_operator.plan.affinity import exclude_nodes
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import EPOCH_VARIABLE, TRAINER_CONTAINER
@@ -31,10 +32,17 @@ def make_template_name(job: str, epoch: int) -> str:
     return f"{job}-{epoch}"
 
 
-def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") -> dict[str, Any]:
+def build_pod(
+    frozen: FrozenTemplate, index: int, epoch: int, leader: str = "", avoid: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the pod to POST. It shares objects with `frozen`: read it, do not change it.
 
-    `leader`: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
+    Args:
+        frozen: The template of the pod.
+        index: Its replica index.
+        epoch: The epoch in which it is made.
+        leader: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
+        avoid: Names of nodes on which it must not be.
     """
     about = frozen.job["job"]
     name: str = about["name"]
@@ -63,6 +71,8 @@ def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") 
         )
     else:
         body["spec"]["containers"] = _replace_environment(frozen, lambda env: _add_variables(env, index, epoch, leader))
+    if avoid:
+        body["spec"]["affinity"] = exclude_nodes(body["spec"].get("affinity") or {}, avoid)
     if annotations:
         body["metadata"]["annotations"] = annotations
     return body

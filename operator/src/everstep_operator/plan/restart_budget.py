@@ -17,8 +17,10 @@ from everstep_operator.plan.leader_view import MAX_ORDINAL, LeaderView, Reported
 from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 
-# So long a "pod lost" waits for the pod's own last state, which tells an OOM or a pre-emption from a network fault.
+# So long a "pod lost" waits for the pod's own last state, which tells an OOM or a pre-emption from a network fault; and
+# so long if its agent is still silent: its node may be dead (`node_loss`).
 FATE_WAIT_SECONDS = 10.0
+SILENT_FATE_WAIT_SECONDS = 40.0
 
 _CAUSE_OF_REASON = {
     Reason.APPLICATION_ERROR: Cause.APPLICATION,
@@ -56,7 +58,7 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
             reason = _find_entry_reason(s, entry, restarts) or (_fallback_reason(entry) if over else None)
             if reason is None:
                 # Charges are in the order of generations: the later ones wait with this one.
-                retry_at = (entry.ended_at or s.now) + FATE_WAIT_SECONDS
+                retry_at = (entry.ended_at or s.now) + _find_fate_wait(s, entry)
                 break
             before, restarts = restarts, _add_charge(s, restarts, entry.id, reason)
             failure = _make_failure(s, entry, reason)
@@ -157,9 +159,14 @@ def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Rest
     if pod is not None and _is_lost_pod(pod, entry):
         if not pod.live:
             return pod_replacement.explain_loss(pod)
-        if s.now < (entry.ended_at or s.now) + FATE_WAIT_SECONDS and entry.ended_at is not None:
+        if s.now < (entry.ended_at or s.now) + _find_fate_wait(s, entry) and entry.ended_at is not None:
             return None
     return _fallback_reason(entry)
+
+
+def _find_fate_wait(s: PlanContext, entry: ReportedGeneration) -> float:
+    silent = s.leader is not None and entry.index in s.leader.missing
+    return SILENT_FATE_WAIT_SECONDS if silent else FATE_WAIT_SECONDS
 
 
 def _fallback_reason(entry: ReportedGeneration) -> Reason:
