@@ -157,6 +157,35 @@ async def test_memory_that_other_pods_see_is_left_alone(tmp_path: Path) -> None:
         await node.until(lambda: node.logged().count("1 segments") == 2, "two counts")
 
 
+MOUNT_BELOW_SHM = (
+    'mkdir -p "$1/a folder" "$1/gone/deep" && touch "$1/token" "$1/gone/file" && mount --bind "$2" "$1/a folder"'
+    ' && mkdir "$1/gone/deep/volume" && mount --bind "$2" "$1/gone/deep/volume" && mount --bind "$2/token" "$1/token"'
+    ' && shift 2 && exec "$@"'
+)
+
+
+@needs_root
+async def test_what_is_mounted_below_shared_memory_is_left_alone(tmp_path: Path) -> None:
+    """A volume of the user's at /dev/shm/cache is none of the memory of a generation."""
+    volume, shm = tmp_path / "volume", tmp_path / "node-0" / "shm"
+    (volume / "folder").mkdir(parents=True)
+    (volume / "folder" / "data").write_text("mine")
+    (volume / "token").write_text("mine")
+    prefix = ["sh", "-c", MOUNT_BELOW_SHM, "sh", str(shm), str(volume)]
+    command = ["sh", "-c", f'cat "{shm}/a folder/folder/data"; touch "{shm}/segment"; ls "{shm}"']
+    async with Node(tmp_path, command, pod=True, prefix=prefix) as node:
+        await node.start()
+        await node.event("RankExited")
+        assert await node.stop() is None
+        await node.start()
+        await node.event("RankExited", generation=2)
+        assert await node.stop() is None
+        assert node.logged().count("mine") == 2
+        assert sorted(path.name for path in volume.iterdir()) == ["folder", "token"]
+        assert not (shm / "segment").exists()
+        assert not (shm / "gone" / "file").exists()
+
+
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """A folder that an unknown user may write; pytest's own are closed to others."""

@@ -264,3 +264,20 @@ def test_resolving_does_not_change_the_job() -> None:
 def test_the_agent_is_told_which_memory_no_other_pod_sees(over: dict[str, Any], owns: tuple[bool, bool]) -> None:
     frozen = resolved(job().spec(podTemplate={"spec": over}), host_fields=frozenset("*"))
     assert (frozen.job["ownsSharedMemory"], frozen.job["ownsIpc"]) == owns
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "expected"),
+    [
+        ("trainer", {"preStop": {"sleep": {"seconds": 30}}}, 80),
+        ("trainer", {"preStop": {"sleep": {"seconds": 119}}}, 5),
+        ("trainer", {"preStop": {"exec": {"command": ["sleep", "30"]}}}, 110),
+        ("trainer", {"preStop": {"sleep": {"seconds": "half a minute"}}}, 110),  # for the API server to reject
+        ("proxy", {"preStop": {"sleep": {"seconds": 30}}}, 110),  # its own signal waits, not the trainer's
+    ],
+)
+def test_a_hook_that_sleeps_before_the_signal_shortens_the_ranks_grace(
+    name: str, hook: dict[str, Any], expected: int
+) -> None:
+    frozen = resolved(job().pod(containers=[{"name": name, "lifecycle": hook}]))
+    assert frozen.job["stopGraceSeconds"] == expected

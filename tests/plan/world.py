@@ -25,7 +25,14 @@ from everstep_operator.plan.actions import (
     StopLeader,
 )
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.leader_view import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
+from everstep_operator.plan.leader_view import (
+    LeaderOutcome,
+    LeaderProgress,
+    LeaderView,
+    ReportedGeneration,
+    SickGpu,
+    UncleanPod,
+)
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import (
     ContainerEnd,
@@ -50,7 +57,7 @@ class OperatorDied(Exception):
 
 @dataclass
 class Leader:
-    """Agent 0 of one pod: forms generations of whatever runs, and keeps the ledger."""
+    """Agent 0 of one pod: forms generations of whatever runs, and keeps the generation history."""
 
     epoch: int
     uid: str
@@ -58,7 +65,7 @@ class Leader:
     generation: int = 0
     phase: str = "forming"
     members: tuple[str, ...] = ()
-    ledger: list[ReportedGeneration] = field(default_factory=list)
+    history: list[ReportedGeneration] = field(default_factory=list)
     outcome: LeaderOutcome | None = None
     started_at: float | None = None
     step: int = 0
@@ -66,14 +73,14 @@ class Leader:
 
     def end_generation(self, cause: str, now: float, **fields: object) -> None:
         entry = ReportedGeneration(id=f"{self.epoch}.{self.generation}", cause=cause, ended_at=now)
-        self.ledger.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
+        self.history.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
         self.phase, self.members = "forming", ()
 
     def left(self) -> int:
         """Application restarts that are still allowed."""
-        known = [e.id for e in self.ledger]
+        known = [e.id for e in self.history]
         after = known.index(self.charged) + 1 if self.charged in known else 0
-        return self.budget - sum(e.cause == "Application" for e in self.ledger[after:])
+        return self.budget - sum(e.cause == "Application" for e in self.history[after:])
 
 
 class World:
@@ -105,6 +112,7 @@ class World:
         self.written_at: float | None = None
         self.refuse: Callable[[Action], Rejection | None] = lambda _: None
         self.unclean: tuple[UncleanPod, ...] = ()
+        self.sick_gpus: tuple[SickGpu, ...] = ()
         self.led = 0  # the highest epoch that ever had a pod 0
         self._uids = 0
 
@@ -152,9 +160,10 @@ class World:
             phase="ended" if leader.outcome else leader.phase,
             missing=missing,
             unclean=self.unclean,
+            sick_gpus=self.sick_gpus,
             running_since=leader.started_at if leader.phase == "running" else None,
             progress=LeaderProgress(leader.step, 1000, 1.0) if leader.generation else None,
-            ledger=tuple(leader.ledger),
+            history=tuple(leader.history),
             outcome=leader.outcome,
         )
 
@@ -250,6 +259,7 @@ class World:
             created=self.now,
             owner=self.job.metadata.uid,
             token_secret=token_secret_name(body["spec"]),  # type: ignore[arg-type]
+            is_epoch_fixed=bool(token_secret_name(body["spec"])),  # type: ignore[arg-type]
         )
 
     # --- the cluster
@@ -361,7 +371,7 @@ class World:
         leader = self.leader
         if leader is None:
             return
-        failure = leader.ledger[-1].id if result == "failed" else ""
+        failure = leader.history[-1].id if result == "failed" else ""
         leader.outcome = LeaderOutcome(result, exit_code, "ValueError: no" if result == "failed" else "", failure)
         for pod in list(self.pods.values()):
             if pod.running:

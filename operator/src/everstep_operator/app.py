@@ -173,7 +173,7 @@ class Operator:
         """Let the job be tried again after its back-off, and say so: in one line a minute of the log for each job and
         kind of trouble, and in one event for each row of failures."""
         again_in = self.queue.retry(job)
-        if (left_out := self._logs.left_out((job, self.reconciler.known_uid(job), text))) is not None:
+        if (left_out := self._logs.left_out((job, self.reconciler.get_known_uid(job), text))) is not None:
             about |= {"error": str(error)} if error is not None else {}
             write(text, job=job, again_in=again_in, times_before=left_out, **about)
         if isinstance(error, errors.ApiError | StaleObject) and self.queue.failures(job) == REPORTED_FAILURES:

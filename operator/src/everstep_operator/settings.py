@@ -46,7 +46,8 @@ class OperatorSettings(BaseModel):
     what others leave."""
     leader_connections: int = Field(1000, ge=1)
     resync_seconds: float = Field(300.0, gt=0)
-    request_timeout: float = Field(30.0, gt=0)
+    request_timeout: float = Field(35.0, gt=0)
+    """Longer than an admission webhook may take (30): the API server then says which one did not answer."""
 
     lease_name: str = "everstep-operator"
     pod_namespace: str = "everstep-system"

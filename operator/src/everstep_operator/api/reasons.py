@@ -36,8 +36,9 @@ class Reason(StrEnum):
     )
     ADMISSION_REJECTED = (
         "AdmissionRejected",
-        "The API server, an admission webhook or a policy rejects an object of a job that had pods before; it is tried "
-        "again every 30 s. The message names the rule: change it, or suspend the job and correct its template.",
+        "The API server, an admission webhook or a policy rejects an object of a job that had pods before, or a "
+        "webhook is unavailable; it is tried again every 30 s. The message names the rule: change it, or suspend the "
+        "job and correct its template.",
     )
     NAME_CONFLICT = (
         "NameConflict",
@@ -50,6 +51,11 @@ class Reason(StrEnum):
     STATUS_REFUSED = (
         "StatusRefused",
         "The API server refuses what the operator reports; it is reported without progress and last failure.",
+    )
+    STATUS_RESTORED = (
+        "StatusRestored",
+        "Somebody changed the job's status to one that tells of less (a lower epoch, fewer restarts); it is put back. "
+        "To allow more restarts, raise spec.restart.",
     )
     RETRYING = (
         "Retrying",
@@ -104,6 +110,7 @@ class Reason(StrEnum):
     EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption)."
     NODE_LOST = "NodeLost", "A node stopped answering, or was removed with the job's pods on it."
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
+    GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job goes on as long as its ranks do."
     NODE_DRAINING = "NodeDraining", "A node under the job's pods is cordoned or about to be removed."
     UNCLEAN_NODE = (
         "UncleanNode",

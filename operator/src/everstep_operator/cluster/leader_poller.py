@@ -106,7 +106,7 @@ class LeaderPoller:
         """Poll this leader from now on. Another pod, epoch or address is another leader: the last one is forgotten."""
         polled = self._jobs.get(key)
         if polled is not None and _leader_identity(polled.poll) == _leader_identity(poll) and polled.token == token:
-            polled.poll = poll  # the next request carries the new ledger id and allowance
+            polled.poll = poll  # the next request carries the newest charge and the allowance
             if polled.task is None or polled.task.done():  # it never ends of itself: a bug, but not the job's end
                 polled.task = self._start(key, polled)
             return

@@ -25,7 +25,7 @@ class NodeView:
     leaving: str = ""  # key of the taint that announces its removal
     deleting: bool = False
     gone_since: float | None = None  # when the operator found that there is no such Node any more (its own clock)
-    room: NodeCapacity | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
+    capacity: NodeCapacity | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
 
 
 def parse_node(raw: Mapping[str, Any]) -> NodeView:
@@ -43,5 +43,5 @@ def parse_node(raw: Mapping[str, Any]) -> NodeView:
         cordoned=bool(spec.get("unschedulable")),
         leaving=taints[0] if taints else "",
         deleting=meta.get("deletionTimestamp") is not None,
-        room=parse_node_capacity(raw),
+        capacity=parse_node_capacity(raw),
     )

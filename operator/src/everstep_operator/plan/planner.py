@@ -63,7 +63,8 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     ahead = [t for t in looks if t > now]
     return JobPlan(
         status=status,
-        changed=status is not s.status,
+        # An epoch that the status had lost is known as long as there is a pod of it.
+        changed=status is not s.status or status.epoch != s.job.status.epoch,
         actions=decision.actions,
         events=events,
         requeue_at=min(ahead) if ahead else None,
@@ -141,6 +142,7 @@ _BLOCKING = {
     "Quota": Reason.QUOTA_EXCEEDED,
     "Conflict": Reason.NAME_CONFLICT,
     "Invalid": Reason.ADMISSION_REJECTED,
+    "Webhook": Reason.ADMISSION_REJECTED,
 }
 
 
@@ -155,7 +157,7 @@ def _decide_failure(s: PlanContext, account: RestartBudget, begun: StartRecord) 
     """Fail the job if a budget or a limit of time is used up."""
     if account.exhausted is not None:
         return _fail_job(s, *account.exhausted)
-    if begun.exhausted:
+    if begun.is_exhausted:
         return _fail_job(s, Reason.START_FAILED, begun.message)
     expired = timeouts.find_expired_limit(s)
     if expired is None or (expired[0] is not Reason.RUNTIME_TIMEOUT and _are_ranks_running(s)):
@@ -214,6 +216,10 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     if s.plain:
         broken = [p for p in s.current.values() if restart_budget.is_set_charged(account.restarts, p)]
         decision = decision.with_actions(pod_replacement.make_deletion(broken, Reason.RESTARTING))
+        if decision.phase is not Phase.RUNNING and s.head is not None:
+            # Pod 0 was lost before its set ran. The ranks of one set have one fencing token.
+            older = [p for p in s.current.values() if p.epoch < s.head.epoch and p not in broken]
+            decision = decision.with_actions(pod_replacement.make_deletion(older, Reason.RESTARTING))
     else:
         gone, later = pod_replacement.list_deletable_pods(s)
         decision = decision.with_actions(pod_replacement.make_deletion(gone, Reason.POD_LOST)).requeue_at(later)

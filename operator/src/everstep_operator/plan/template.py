@@ -24,7 +24,7 @@ from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPL
 from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, PlanSettings, token_secret_name
 from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.overlay import merge_overlay, normalize_mount_path
-from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference, template_name
+from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference, make_template_name
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
 from everstep_operator.plan.template_field_types import find_misshapen_field
 
@@ -38,7 +38,7 @@ _REFERENCES = {
     "EVERSTEP_EPOCH": "metadata.labels['everstep.dev/epoch']",
     "EVERSTEP_POD_UID": "metadata.uid",
     "EVERSTEP_POD_IP": "status.podIP",
-    "EVERSTEP_NODE_NAME": "spec.nodeName",
+    "EVERSTEP_NODE_NAME": "spec.nodeName",  # for the ranks: copies of a checkpoint lie on another machine
 }
 _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
@@ -200,7 +200,7 @@ def _build_metadata(job: TrainingJob, epoch: int | None) -> dict[str, Any]:
     if epoch is not None:
         labels[LABEL_TEMPLATE] = str(epoch)
     return {
-        "name": job.metadata.name if epoch is None else template_name(job.metadata.name, epoch),
+        "name": job.metadata.name if epoch is None else make_template_name(job.metadata.name, epoch),
         "namespace": job.metadata.namespace,
         "labels": labels,
         "ownerReferences": [build_owner_reference(job.metadata.name, job.metadata.uid)],
@@ -269,7 +269,7 @@ def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dic
 
 
 def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSettings) -> list[dict[str, Any]]:
-    name = template_name(job.metadata.name, epoch)
+    name = make_template_name(job.metadata.name, epoch)
     volumes: list[dict[str, Any]] = [
         {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
         *({"name": f"everstep-{folder}", "emptyDir": {}} for folder in _FOLDERS),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Callable
 
 _IPC_RMID = 0
+_ESCAPE = re.compile(rb"\\([0-7]{3})")  # how the kernel writes blanks and backslashes in names of mounts
 
 
 def clear_shared_memory(shm: Path | None, *, owns_ipc: bool) -> str | None:
@@ -32,17 +34,38 @@ def clear_shared_memory(shm: Path | None, *, owns_ipc: bool) -> str | None:
 
 
 def _empty_folder(folder: Path) -> list[str]:
+    """Empty a folder, but for what is mounted below it: a volume at /dev/shm/cache is its owner's, as any other is."""
+    with contextlib.suppress(OSError):  # not there; or nobody knows what is mounted, and then nothing may be removed
+        mounted = _list_mounts_below(folder.resolve())
+        return _remove_entries(folder.resolve(), mounted, {parent for path in mounted for parent in path.parents})
+    return []
+
+
+def _remove_entries(folder: Path, mounted: set[Path], parents: set[Path]) -> list[str]:
     left = []
-    with contextlib.suppress(OSError):
-        for entry in folder.iterdir():
-            try:
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
-            except OSError as error:
-                left.append(f"{entry} ({error.strerror})")
+    for entry in folder.iterdir():
+        try:
+            if entry in mounted:
+                continue
+            if entry in parents:
+                left += _remove_entries(entry, mounted, parents)
+            elif entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        except OSError as error:
+            left.append(f"{entry} ({error.strerror})")
     return left
+
+
+def _list_mounts_below(folder: Path) -> set[Path]:
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    points = (Path(os.fsdecode(_ESCAPE.sub(_unescape, line.split(b" ")[4]))) for line in lines)
+    return {point for point in points if folder in point.parents}
+
+
+def _unescape(found: re.Match[bytes]) -> bytes:
+    return bytes([int(found.group(1), 8)])
 
 
 def _remove_system_v_ipc() -> None:
