@@ -44,6 +44,7 @@ from everstep.pipeline.joining import (
     require_agreement,
     watch_processes,
 )
+from everstep.pipeline.left_behind import WatchedLoss, check_left_behind
 from everstep.pipeline.partition.solve import Objective
 from everstep.pipeline.plan import WORDS, Plan
 from everstep.pipeline.planning import Wish
@@ -57,6 +58,7 @@ from everstep.pipeline.prepare import (
     require_file,
     with_full_backwards,
 )
+from everstep.pipeline.recut import Recut
 from everstep.pipeline.schedules import Schedule
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.gloo import ProcessGroups
@@ -189,7 +191,6 @@ def pipeline(
         if asked["plan_from"] == "file":
             control.first(lambda: require_file(path))
         how = options.get("precision", "full")
-
         cast = autocast_of(how, here.device.type)
 
         def looked_into() -> Traced | Tree:
@@ -200,6 +201,9 @@ def pipeline(
 
         found = control.all(looked_into)
         weight = options.get("loss_weight")
+        left = found.left if check and isinstance(found, Traced) else ()
+        if check and targets is not None:  # before anything else calls the loss
+            control.first(lambda: check_left_behind(model, left, named, targets, loss, weight, uncut))
 
         def refuse_if_cut(microbatches: int) -> int:
             number = microbatches * here.grid.replicas
@@ -230,10 +234,10 @@ def pipeline(
             control.first(
                 lambda: compare_stages(model, found, parts, make_example_microbatch(named, wish, uncut), cast)
             )
-        trained = loss
+        trained = WatchedLoss(loss, model, left) if left else loss
         if check and times > 1:
             if targets is None:
-                trained = FirstLook(loss, weight)
+                trained = FirstLook(trained, weight)
             control.first(
                 lambda: "" if targets is None else check_samples(model, found, named, targets, loss, weight, uncut)
             )
@@ -247,12 +251,15 @@ def pipeline(
             for stage in own.values():
                 stage.module.to(here.device)
 
+        recut = Recut(model)
         control.all(fill)
+        recut.carry_weights(own, control)
         if isinstance(found, Traced):
             arguments.traced_with(named)
             found.record.constants[:] = [each.to(here.device) for each in found.record.constants]
         again = frozenset(range(len(parts)) if recompute is True else recompute or ())
         engine = Engine(own, actions, made.stages, transport, trained, EngineOptions(recompute=again, **options))
+        recut.remember(own, engine)
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         fixed = FixedAttributes(model, found.attributes, cast) if isinstance(found, Traced) else None
         if heart is not None:

@@ -71,6 +71,13 @@ class Control:
             dist.all_gather_object(every, item, group=self.group)
         return every
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return on all processes what the process `source` has; the others give a tensor of the same shape."""
+        sent = tensor.detach().to("cpu", copy=True).contiguous()
+        with self.explained():
+            dist.broadcast(sent.view(-1).view(torch.uint8), src=source, group=self.group)
+        return sent
+
     def first(self, work: Callable[[], str]) -> str:
         """Return on all processes what the first process makes; raise Everywhere on all if it fails."""
         told: list[Any] = [None]
