@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from everstep.agent import config
-from everstep.agent.client import LeaderClient
-from everstep.agent.events import Event, GenerationLayout, RankStarted
-from everstep.agent.http import Handler, HttpServer
-from everstep.agent.leader import LeaderState
-from everstep.agent.leading import LeaderServer, find_free_port
+from everstep.agent.leader.leader_server import LeaderServer, find_free_port
+from everstep.agent.leader.leader_state import LeaderState
 from everstep.agent.main import raise_file_limit
-from everstep.agent.node import NodeAgent
+from everstep.agent.node.node_agent import NodeAgent
+from everstep.agent.ranks.events import Event, RankStarted
+from everstep.agent.wire.generation_layout import GenerationLayout
+from everstep.agent.wire.http_server import Handler, HttpServer
+from everstep.agent.wire.leader_client import LeaderClient
 
 SOFT_LIMIT = 1024
 AGENTS_PER_PROCESS = 300  # two files each: what it listens on, and the leader's link

@@ -61,7 +61,7 @@ def measured(options: Any) -> dict[str, float]:
 
 def announce(store: Any, options: Any) -> dict[str, float]:
     """Write and announce the manifests of all nodes; the seconds of one of them are told apart."""
-    from everstep.checkpoint import commit
+    from everstep.checkpoint.publish import commit
 
     each = []
     for node in range(options.nodes):
@@ -80,7 +80,7 @@ def announce(store: Any, options: Any) -> dict[str, float]:
 
 def commit_all(store: Any, options: Any) -> dict[str, float]:
     """Node 0's commit."""
-    from everstep.checkpoint import commit
+    from everstep.checkpoint.publish import commit
 
     commit.commit_checkpoint(store, the_key(), options.nodes, fenced=lambda: None, timeout=60)
     return {"MB_of_the_index": len(store.read(the_key().manifest_name)) / 1e6}
@@ -88,7 +88,7 @@ def commit_all(store: Any, options: Any) -> dict[str, float]:
 
 def read_part(store: Any, options: Any) -> dict[str, float]:
     """Return the shards that the last rank of a restore needs on as many ranks: its shards, or every replica."""
-    from everstep.checkpoint.manifests import read_index, read_manifest
+    from everstep.checkpoint.catalog.manifests import read_index, read_manifest
 
     index = read_index(store, the_key())
     began = time.process_time()
@@ -108,14 +108,14 @@ STEPS: dict[str, Callable[[Any, Any], dict[str, float]]] = {
 
 
 def the_key() -> Any:
-    from everstep.checkpoint.keys import Attempt, Key
+    from everstep.checkpoint.format.keys import Attempt, Key
 
     return Key(Attempt(0, 1), 1000)
 
 
 def node_manifest(options: Any, node: int) -> Any:
     """Make what a node wrote: one shard a rank of sharded tensors, of replicas those that its ranks were to write."""
-    from everstep.checkpoint.format import HEADER, CheckpointPart, Chunk, Manifest, Shard, StoredTensor
+    from everstep.checkpoint.format.manifest import HEADER, CheckpointPart, Chunk, Manifest, Shard, StoredTensor
 
     world, size = options.nodes * options.ranks, ROWS * WIDTH * 4
     ranks = range(node * options.ranks, (node + 1) * options.ranks)

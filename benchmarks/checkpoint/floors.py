@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from everstep.checkpoint.snapshot import populate_pages
-from everstep.checkpoint.staging import Host
+from everstep.checkpoint.save.snapshots import populate_pages
+from everstep.checkpoint.state.staging import Host
 
 PIECE = 8 << 20
 

@@ -18,8 +18,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from benchmarks.interval import REPEATS, Interval
-from everstep.checkpoint.layouts import LayoutNames, Ownership, RankLayout
-from everstep.checkpoint.plan_coordinator import PlanCoordinator, PlanShare, RankMessages
+from everstep.checkpoint.save.layouts import LayoutNames, Ownership, RankLayout
+from everstep.checkpoint.save.plan_coordinator import PlanCoordinator, PlanShare, RankMessages
 
 Spread = Literal["ddp", "fsdp", "hsdp"]
 

@@ -15,15 +15,15 @@ from benchmarks.checkpoint.link import shaped
 from benchmarks.checkpoint.wire import wire
 from benchmarks.interval import REPEATS, Interval
 from benchmarks.measure import alternate
-from everstep.checkpoint import slot_marks, slots
-from everstep.checkpoint.board import LocalKVStore
-from everstep.checkpoint.peer_server import iterate_held_slots
-from everstep.checkpoint.peers import Peers
-from everstep.checkpoint.proposals import make_proposal
-from everstep.checkpoint.restore import Restorer
-from everstep.checkpoint.session import Checkpointer
-from everstep.checkpoint.topology import Topology
-from everstep.checkpoint.vote import RestoreConsensus
+from everstep.checkpoint.peers.discovery import Peers
+from everstep.checkpoint.peers.peer_server import iterate_held_slots
+from everstep.checkpoint.ranks.kv_store import LocalKVStore
+from everstep.checkpoint.ranks.topology import Topology
+from everstep.checkpoint.restore.consensus import RestoreConsensus
+from everstep.checkpoint.restore.proposals import make_proposal
+from everstep.checkpoint.restore.restorer import Restorer
+from everstep.checkpoint.session.checkpointer import Checkpointer
+from everstep.checkpoint.slots import slot_marks, slots
 
 # Times a plain read, the same, one into new memory, a copy, as many bytes through a socket over a link of 10 Gbit/s.
 TARGETS = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.checkpoint import floors, state
 from benchmarks.checkpoint.dcp import Dcp
 from benchmarks.interval import REPEATS, Interval
-from everstep.checkpoint.session import Checkpointer
+from everstep.checkpoint.session.checkpointer import Checkpointer
 
 STALL = 1.15  # times a plain copy
 STALL_MORE = 0.005  # seconds beside

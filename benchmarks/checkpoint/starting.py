@@ -43,7 +43,7 @@ def _run(store: str) -> float:
 
 def _save(store: Path) -> None:
     from benchmarks.checkpoint import state
-    from everstep.checkpoint.session import Checkpointer
+    from everstep.checkpoint.session.checkpointer import Checkpointer
 
     with Checkpointer(store, every="365d", slots=1) as ckpt:
         ckpt.track(**state.made(SIZE))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.interval import REPEATS, Interval
-from everstep.checkpoint.session import Checkpointer
+from everstep.checkpoint.session.checkpointer import Checkpointer
 
 EVERY = 30.0  # seconds
 SIZE = 504_000_000  # bytes of the state

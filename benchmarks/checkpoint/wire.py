@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.checkpoint.link import RemoteEnd
-from everstep.checkpoint.peer_link import Address
-from everstep.checkpoint.peer_server import PeerServer
+from everstep.checkpoint.peers.peer_link import Address
+from everstep.checkpoint.peers.peer_server import PeerServer
 
 
 @dataclass(frozen=True)

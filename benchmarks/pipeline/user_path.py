@@ -36,7 +36,7 @@ def measured(rank: int) -> dict[str, dict[str, list[float]]]:
     import torch
 
     from benchmarks.pipeline.models import Gpt, mean_over_words, text
-    from everstep.pipeline import pipeline
+    from everstep.pipeline import PlanOptions, pipeline
 
     torch.manual_seed(0)
     inputs, targets = text(WORDS, TOKENS)(SAMPLES * MICROBATCHES)
@@ -44,7 +44,13 @@ def measured(rank: int) -> dict[str, dict[str, list[float]]]:
     model = Gpt(WORDS, WIDTH, LAYERS, DROPOUT)
     other = theirs(rank, model, ids, targets)
     with pipeline(
-        model, ids, mean_over_words, stages=2, microbatches=MICROBATCHES, schedule="1f1b", stage_of=_cut()
+        model,
+        ids,
+        mean_over_words,
+        stages=2,
+        microbatches=MICROBATCHES,
+        schedule="1f1b",
+        plan=PlanOptions(stage_of=_cut()),
     ) as run_:
         optimizer = torch.optim.AdamW(run_.groups(), lr=1e-4)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everstep
-from everstep.pipeline import pipeline
+from everstep.pipeline import EngineOptions, LayoutOptions, PlanOptions, pipeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "char-lm"))
 from model import VOCABULARY, CharTransformer
@@ -65,12 +65,19 @@ def main() -> None:
     example, targets = batch(learn, given.global_batch, given.context, (0,))
     with (
         pipeline(
-            model, example.to(device), loss, targets=targets.to(device), stages=given.stages,
-            global_batch=given.global_batch, microbatches=given.microbatches, schedule=given.schedule,
-            plan_file=given.plan, seed=given.seed, clip=1.0,
+            model,
+            example.to(device),
+            loss,
+            targets=targets.to(device),
+            stages=given.stages,
+            microbatches=given.microbatches,
+            schedule=given.schedule,
+            layout=LayoutOptions(global_batch=given.global_batch),
+            plan=PlanOptions(file=given.plan),
+            engine=EngineOptions(seed=given.seed, clip=1.0),
         ) as run,
         everstep.checkpointer(given.checkpoints, every_steps=given.save_every) as checkpoints,
-    ):  # fmt: skip
+    ):
         optimizer = torch.optim.AdamW(run.groups(), lr=given.lr)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=given.lr, total_steps=given.steps)
         start = checkpoints.restore(model=run, optimizer=optimizer, scheduler=schedule).step

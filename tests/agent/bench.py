@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from everstep.agent import config
-from everstep.agent.commands import Command, EndJob, StartRanks, StopRanks
-from everstep.agent.leader import LeaderState
-from everstep.agent.protocol import GenerationReport, Hello, ProcessExit
+from everstep.agent.leader.commands import Command, EndJob, StartRanks, StopRanks
+from everstep.agent.leader.leader_state import LeaderState
+from everstep.agent.wire.protocol import GenerationReport, Hello, ProcessExit
 
 JOB: dict[str, Any] = {
     "protocol": 1,

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from everstep.agent.config import AgentConfig, AgentPaths
-from everstep.agent.events import Event, GenerationLayout, RankExited, RankStarted
-from everstep.agent.http import Handler, HttpServer
-from everstep.agent.leader import LeaderState
-from everstep.agent.leading import LeaderServer
-from everstep.agent.node import NodeAgent
+from everstep.agent.leader.leader_server import LeaderServer
+from everstep.agent.leader.leader_state import LeaderState
+from everstep.agent.node.node_agent import NodeAgent
+from everstep.agent.ranks.events import Event, RankExited, RankStarted
+from everstep.agent.wire.generation_layout import GenerationLayout
+from everstep.agent.wire.http_server import Handler, HttpServer
 
 from .bench import configuration
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent import auth
+from everstep.agent.wire import auth
 
 
 def test_a_nonce_is_good_once() -> None:

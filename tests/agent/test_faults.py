@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.faults import explain_fault, is_of_the_pod
-from everstep.agent.tasks import Tasks
-from everstep.checkpoint.fence import explain_fence
-from everstep.checkpoint.keys import Attempt
+from everstep.agent.system.faults import explain_fault, is_of_the_pod
+from everstep.agent.system.tasks import Tasks
+from everstep.checkpoint.format.keys import Attempt
+from everstep.checkpoint.publish.fence import explain_fence
 
 from .fakes import gang, until
 from .laptop import SOURCE, Laptop
@@ -109,7 +109,7 @@ def test_a_mistake_in_a_callback_ends_the_agent(tmp_path: Path) -> None:
     """Else the exit of a rank is lost, and the job waits for it for ever."""
     patch = (
         "import sys; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[1:]\n"
-        "from everstep.agent import logs\n"
+        "from everstep.agent.ranks import logs\n"
         "from everstep.agent.main import main\n"
         "logs.ProcessOutput.tail = lambda self: 1 / 0\n"
         "sys.exit(main(sys.argv[1:]))\n"

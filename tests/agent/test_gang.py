@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.announce import announce_agent
-from everstep.agent.caller import REQUEST_TIMEOUT_SECONDS
-from everstep.agent.events import DaemonExited, DaemonOutput, GenerationLayout, RankProgressed
-from everstep.agent.fencing import LeaderLease, SuspendDetector, answers_tls, make_client_hello
-from everstep.agent.leader import LeaderState
-from everstep.agent.link import AgentLink, Channel, dial_agent
-from everstep.agent.links import Links
-from everstep.agent.names import addresses_of
-from everstep.agent.protocol import Gpu
+from everstep.agent.leader.leader_state import LeaderState
+from everstep.agent.leader.node_links import Links
+from everstep.agent.node.announce import announce_agent
+from everstep.agent.node.fencing import LeaderLease, SuspendDetector, answers_tls, make_client_hello
+from everstep.agent.ranks.events import DaemonExited, DaemonOutput, RankProgressed
+from everstep.agent.system.host_names import addresses_of
+from everstep.agent.wire.generation_layout import GenerationLayout
+from everstep.agent.wire.http_client import REQUEST_TIMEOUT_SECONDS
+from everstep.agent.wire.link import AgentLink, Channel, dial_agent
+from everstep.agent.wire.protocol import Gpu
 
 from .fakes import TOKEN, Agent, gang, introduce, local, until
 
@@ -266,7 +267,7 @@ async def test_a_leader_of_another_epoch_wants_no_announcement(tmp_path: Path) -
 
 
 async def test_an_announcement_without_the_token_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.agent.announce.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("everstep.agent.node.announce.PATIENCE_SECONDS", 0.3)
     async with gang(tmp_path, 2) as agents:
         leader = leader_of(agents)
         await until(lambda: leader.phase == "running")

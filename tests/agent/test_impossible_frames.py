@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.link import AgentLink, Channel
-from everstep.agent.protocol import GenerationReport, ProcessExit, RankProgress
+from everstep.agent.wire.link import AgentLink, Channel
+from everstep.agent.wire.protocol import GenerationReport, ProcessExit, RankProgress
 
 from .fakes import gang, until
 

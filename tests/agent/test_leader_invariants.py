@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from everstep.agent.commands import Command, EndJob, StartRanks, StopRanks
-from everstep.agent.leader import LeaderState
-from everstep.agent.protocol import GenerationReport, Hello, Outcome, ProcessExit
+from everstep.agent.leader.commands import Command, EndJob, StartRanks, StopRanks
+from everstep.agent.leader.leader_state import LeaderState
+from everstep.agent.wire.protocol import GenerationReport, Hello, Outcome, ProcessExit
 
 from .bench import configuration
 

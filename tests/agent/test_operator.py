@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.plan.actions import LeaderPoll
 
 from .fakes import TOKEN, gang, until

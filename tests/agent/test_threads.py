@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from everstep.agent.threads import ThreadUnavailable, in_thread, in_thread_if_possible, in_thread_when_possible
+from everstep.agent.system.threads import ThreadUnavailable, in_thread, in_thread_if_possible, in_thread_when_possible
 
 
 def reject_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent import auth, http
-from everstep.agent.caller import RequestRejected
-from everstep.agent.client import LeaderClient, LeaderError, NotAuthentic
-from everstep.agent.events import RankExited, RankProgressed
-from everstep.agent.link import AgentLink, LinkClosed, dial_agent
+from everstep.agent.ranks.events import RankExited, RankProgressed
+from everstep.agent.wire import auth, http_server
+from everstep.agent.wire.http_client import RequestRejected
+from everstep.agent.wire.leader_client import LeaderClient, LeaderError, NotAuthentic
+from everstep.agent.wire.link import AgentLink, LinkClosed, dial_agent
 
 from .fakes import TOKEN, Agent, gang, until
 
@@ -170,7 +170,7 @@ async def test_garbage_ends_its_own_connection_only(agents: list[Agent], garbage
 
 
 async def test_who_sends_slowly_is_cut_off(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "SEND_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "SEND_SECONDS", 0.05)
     wire = await Wire.to(agents[0])
     assert await wire.say(b"GET /v1/chall") == 408
     wire = await Wire.to(agents[0])
@@ -189,12 +189,12 @@ async def test_what_a_stranger_may_send_is_little_and_needs_a_challenge(agents: 
         return await (await Wire.to(agents[0])).say(text.encode())
 
     assert await says(f"{post}Content-Length: 5000\r\n\r\n") == 401, "not one byte of the body is waited for"
-    assert await says(f"{head}Content-Length: {http.MAX_FIRST_BODY + 1}\r\n\r\n") == 413
+    assert await says(f"{head}Content-Length: {http_server.MAX_FIRST_BODY + 1}\r\n\r\n") == 413
     assert await says("GET /v1/challenge HTTP/1.1\r\nContent-Length: 1\r\n\r\n") == 413
     slow = [await Wire.to(agents[0]) for _ in range(12)]
     for wire in slow:
-        wire.writer.write(f"{head}Content-Length: {http.MAX_FIRST_BODY}\r\n\r\n".encode() + b"x" * 1000)
-    for wire in slow[: len(slow) - http.MAX_FIRST_BODIES // http.MAX_FIRST_BODY]:
+        wire.writer.write(f"{head}Content-Length: {http_server.MAX_FIRST_BODY}\r\n\r\n".encode() + b"x" * 1000)
+    for wire in slow[: len(slow) - http_server.MAX_FIRST_BODIES // http_server.MAX_FIRST_BODY]:
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(wire.reader.read(), 5) == b"", "dropped long before its time is up"
     known, table = await Wire.to(agents[0]), b'{"epoch": 1, "addresses": {}}' + b" " * 200_000
@@ -203,7 +203,7 @@ async def test_what_a_stranger_may_send_is_little_and_needs_a_challenge(agents: 
 
 
 async def test_idle_strangers_make_room(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
     known = await Wire.to(agents[0])
     assert await known.say(signed("GET", "/v1/state", b"", await known.nonce())) == 200
     strangers = [await Wire.to(agents[0]) for _ in range(20)]
@@ -400,7 +400,7 @@ async def test_a_long_poll_answers_when_something_changes(agents: list[Agent]) -
 
 def test_log_tails_in_any_script_are_sent_as_they_are_and_what_is_no_text_ends_no_answer() -> None:
     said = "\U0001f600" * 1000
-    body = http.HttpResponse.of({"tail": said}).body
+    body = http_server.HttpResponse.of({"tail": said}).body
     assert len(body) == len(said.encode()) + len('{"tail":""}')
     assert json.loads(body) == {"tail": said}
-    assert json.loads(http.HttpResponse.of({"tail": "a\udcffb"}).body) == {"tail": "a?b"}
+    assert json.loads(http_server.HttpResponse.of({"tail": "a\udcffb"}).body) == {"tail": "a?b"}

@@ -230,8 +230,8 @@ def test_the_same_sources_are_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_last_word_fits_the_termination_log() -> None:
-    from everstep.agent.leading import LAST_CHARGES
-    from everstep.agent.report import encode_termination_message
+    from everstep.agent.leader.leader_server import LAST_CHARGES
+    from everstep.agent.node.termination_message import encode_termination_message
 
     word = {"result": "failed", "message": "\u00e9" * 5000, "logTail": ["x" * 5000 for _ in range(100)]}
     word["ledger"] = [f"{2**31}.{2**31} OutOfMemory"] * LAST_CHARGES

@@ -17,21 +17,24 @@ from typing import Any
 
 async def main(source: str, setup: dict[str, Any], commands: int, events: int) -> None:
     sys.path.insert(0, source)
-    from everstep.agent import environment, gpu, health, memory, report
-    from everstep.agent import supervisor as module
     from everstep.agent.config import AgentPaths, parse_config
-    from everstep.agent.supervisor import DaemonOutput, GenerationLayout, Supervisor
+    from everstep.agent.node import gpu_health
+    from everstep.agent.node import supervisor as module
+    from everstep.agent.node.supervisor import DaemonOutput, Supervisor
+    from everstep.agent.ranks import environment, failure_file
+    from everstep.agent.system import gpu, shared_memory
+    from everstep.agent.wire.generation_layout import GenerationLayout
 
     gate = threading.Event()
     if setup["slow_volume"]:
-        forget = report.remove_failure_file
+        forget = failure_file.remove_failure_file
 
         def slow_forget(output: Path) -> Path:
             send("Forgetting")
             gate.wait()
             return forget(output)
 
-        report.remove_failure_file = slow_forget
+        failure_file.remove_failure_file = slow_forget
     if setup["hung_failure_file"]:
 
         def hang(path: Path) -> str:
@@ -39,7 +42,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             gate.wait()
             return ""
 
-        report.read_failure_file = hang
+        failure_file.read_failure_file = hang
     if setup["hung_program"]:
 
         def wait_for_volume(name: str, path: str | None) -> None:
@@ -56,14 +59,14 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
 
         Path.read_bytes = read_sandboxed  # type: ignore[method-assign]
     if setup["slow_memory"]:
-        clear = memory.clear_shared_memory
+        clear = shared_memory.clear_shared_memory
 
         def slow(*args: Any, **options: Any) -> Any:
             send("Clearing")
             gate.wait()
             return clear(*args, **options)
 
-        memory.clear_shared_memory = slow
+        shared_memory.clear_shared_memory = slow
 
     module.NOTE_SECONDS = setup["note_interval"]
     module.CLEAN_TIMEOUT_SECONDS, gpu.DRIVER_TIMEOUT_SECONDS = setup["clean_timeout"], setup["gpu_timeout"]
@@ -136,7 +139,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             def tell(gpus: Any) -> None:
                 send("Gpus", gpus=[g.to_json() for g in gpus])
 
-            tasks.add(asyncio.ensure_future(health.watch_gpus(supervisor.gpus, tell, values["every"])))
+            tasks.add(asyncio.ensure_future(gpu_health.watch_gpus(supervisor.gpus, tell, values["every"])))
             return None
         if name == "lag":  # the longest time in which the loop did nothing else
             worst, deadline, used = 0.0, loop.time() + values["seconds"], sum(os.times()[:2])

@@ -27,8 +27,8 @@ def build_agent(folder: Path) -> Path:
     (tree / "everstep" / "__init__.py").touch()
     (tree / "__main__.py").write_text(
         "import sys\n"
-        "from everstep.agent.launch import rank, rsh\n"
-        "sys.exit({'rank': rank.main, 'rsh': rsh.main}[sys.argv[1]](sys.argv[2:]))\n"
+        "from everstep.agent.launch import rank_command, rsh_command\n"
+        "sys.exit({'rank': rank_command.main, 'rsh': rsh_command.main}[sys.argv[1]](sys.argv[2:]))\n"
     )
     target = folder / "agent.pyz"
     zipapp.create_archive(tree, target)

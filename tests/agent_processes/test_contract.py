@@ -7,18 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.contract import (
-    MAX_VARIABLE_BYTES,
-    ContractFacts,
-    build_contract_files,
-    build_sm_environment,
-    drop_unusable_variables,
-)
-from everstep.agent.environment import count_cpus, restore_path
-from everstep.agent.events import GenerationLayout
-from everstep.agent.gpu import count_gpus
-from everstep.agent.launch import Launcher, count_ranks_on_node, none, torch
-from everstep.agent.launch.flavors import (
+from everstep.agent.launch import none, torch
+from everstep.agent.launch.launcher import Launcher, count_ranks_on_node
+from everstep.agent.launch.mpi_flavors import (
     LauncherRun,
     UnsupportedMpi,
     build_command,
@@ -27,6 +18,16 @@ from everstep.agent.launch.flavors import (
     make_idle_variables,
     read_rank,
 )
+from everstep.agent.ranks.container_contract import (
+    MAX_VARIABLE_BYTES,
+    ContractFacts,
+    build_contract_files,
+    build_sm_environment,
+    drop_unusable_variables,
+)
+from everstep.agent.ranks.environment import count_cpus, restore_path
+from everstep.agent.system.gpu import count_gpus
+from everstep.agent.wire.generation_layout import GenerationLayout
 
 
 def facts(**changes: object) -> ContractFacts:

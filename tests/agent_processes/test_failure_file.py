@@ -9,28 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent import report
+from everstep.agent.ranks import failure_file
 
 from .node import Node
 
 
 def test_the_programs_own_words_are_bounded(tmp_path: Path) -> None:
     (tmp_path / "failure").write_text("x" * 5000)
-    assert report.read_failure_file(tmp_path / "failure") == "x" * report.MAX_FAILURE_CHARS
+    assert failure_file.read_failure_file(tmp_path / "failure") == "x" * failure_file.MAX_FAILURE_CHARS
 
 
 def test_the_programs_own_words_are_text(tmp_path: Path) -> None:
     (tmp_path / "failure").write_bytes(b"\x1b[31mno data\x1b[0m\x00\n")
-    assert report.read_failure_file(tmp_path / "failure") == "no data"
+    assert failure_file.read_failure_file(tmp_path / "failure") == "no data"
 
 
 def test_an_earlier_generation_is_not_quoted(tmp_path: Path) -> None:
     (tmp_path / "failure").write_text("old news")
-    assert report.read_failure_file(report.remove_failure_file(tmp_path)) == ""
+    assert failure_file.read_failure_file(failure_file.remove_failure_file(tmp_path)) == ""
 
 
 def test_no_file_is_no_message(tmp_path: Path) -> None:
-    assert report.read_failure_file(report.remove_failure_file(tmp_path / "absent")) == ""
+    assert failure_file.read_failure_file(failure_file.remove_failure_file(tmp_path / "absent")) == ""
 
 
 def test_nobody_waits_for_a_pipe_in_the_place_of_the_file(tmp_path: Path) -> None:
@@ -38,8 +38,8 @@ def test_nobody_waits_for_a_pipe_in_the_place_of_the_file(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "failure")
 
     def ask_and_tell() -> None:
-        report.read_failure_file(tmp_path / "failure")
-        report.write_failure_file(tmp_path, "exited with code 3", ())
+        failure_file.read_failure_file(tmp_path / "failure")
+        failure_file.write_failure_file(tmp_path, "exited with code 3", ())
 
     ended = threading.Thread(target=ask_and_tell, daemon=True)
     ended.start()

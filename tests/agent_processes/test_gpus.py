@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.gpu import count_gpus
+from everstep.agent.system.gpu import count_gpus
 from tests.agent.laptop import Laptop
 
 from .node import DEADLINE, Node

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.tracebacks import explain_exit
+from everstep.agent.ranks.tracebacks import explain_exit
 
 from .node import Node
 

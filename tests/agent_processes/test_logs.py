@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.logs import MAX_LINE_BYTES
+from everstep.agent.ranks.logs import MAX_LINE_BYTES
 
 from .node import Node
 

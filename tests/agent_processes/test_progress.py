@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.agent.progress import ProgressUpdate
+from everstep.agent.ranks.progress import ProgressUpdate
 
 from .node import SOURCE, Node
 

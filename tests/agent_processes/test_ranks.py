@@ -302,7 +302,7 @@ def test_a_rank_that_was_forked_by_an_agent_that_is_gone_does_not_run() -> None:
     script = (
         "import asyncio, os, sys, time\n"
         "sys.path.insert(0, sys.argv[1])\n"
-        "from everstep.agent.processes import ChildProcesses\n"
+        "from everstep.agent.system.processes import ChildProcesses\n"
         "async def main():\n"
         "    agent, prepare = os.getpid(), ChildProcesses(owns_pod=False)._die_with_parent()\n"
         "    if os.fork() == 0:\n"

@@ -10,11 +10,10 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from everstep.checkpoint import commit
-from everstep.checkpoint.candidates import list_candidates, read_chunk, read_manifest
-from everstep.checkpoint.checksum import compute_checksum
+from everstep.checkpoint.catalog.candidates import list_candidates, read_chunk, read_manifest
 from everstep.checkpoint.errors import Damaged, Missing
-from everstep.checkpoint.format import (
+from everstep.checkpoint.format.checksum import compute_checksum
+from everstep.checkpoint.format.manifest import (
     HEADER,
     Attempt,
     CheckpointPart,
@@ -26,8 +25,9 @@ from everstep.checkpoint.format import (
     align_offset,
     part_header,
 )  # fmt: skip
+from everstep.checkpoint.format.values import pack_value
+from everstep.checkpoint.publish import commit
 from everstep.checkpoint.store.base import Store
-from everstep.checkpoint.values import pack_value
 
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # offsets, sizes, shape of the whole tensor
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import control
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.writer import control
 from tests.checkpoint import leftovers
 from tests.checkpoint.crash import in_memory
 from tests.checkpoint.faults import FaultProxy, fault_proxy

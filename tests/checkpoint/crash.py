@@ -15,8 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.retention import prune_store
+from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.retention.retention import prune_store
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint import leftovers

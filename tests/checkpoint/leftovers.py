@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from everstep.checkpoint.slot_files import MEMORY_VARIABLE
+from everstep.checkpoint.slots.slot_files import MEMORY_VARIABLE
 
 MARK = "EVERSTEP_TEST_SESSION"  # in the environment of all that this session starts
 MEMORY = "EVERSTEP_TEST_MEMORY"  # a folder in shared memory, where there is some

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from everstep.checkpoint import device_staging, save
+from everstep.checkpoint.save import device_staging, saver
 from everstep.checkpoint.state import steps
 
 GARBAGE = 0x5A
@@ -500,7 +500,7 @@ def own_steps() -> Iterator[steps.OptimizerSteps]:
     """Forget what is known of optimizers' steps, as a new process does."""
     fresh = steps.OptimizerSteps()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (steps, save):
+        for module in (steps, saver):
             patch.setattr(module, "STEPS", fresh)
         patch.setattr(device_staging.CudaStaging.__init__, "__defaults__", (fresh,))
         yield fresh

@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import control, writer
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
-from everstep.checkpoint.control import WriterConfig, WriterLink, WriterLost
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.lock import lock_directory
-from everstep.checkpoint.slots import Slots
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.slots.directory_lock import lock_directory
+from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.writer import control, writer
+from everstep.checkpoint.writer.control import WriterConfig, WriterLink, WriterLost
 from tests.checkpoint.crash import Point, forkserver, state_of
 from tests.checkpoint.slot_builders import content, fill
 from tests.checkpoint.system_calls import Calls

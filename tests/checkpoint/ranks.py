@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import commit, planning, topology
-from everstep.checkpoint.board import KVStore, LocalKVStore, SharedKVStore
-from everstep.checkpoint.checksum import compute_checksum
-from everstep.checkpoint.format import (
+from everstep.checkpoint.format.checksum import compute_checksum
+from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.format.manifest import (
     HEADER,
     CheckpointPart,
     Chunk,
@@ -29,15 +28,18 @@ from everstep.checkpoint.format import (
     chunk_lengths,
     part_header,
 )
-from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.merging import merge_node_manifests
-from everstep.checkpoint.node_cache import NodeCache  # noqa: F401 - preloaded for the ranks
-from everstep.checkpoint.restore import Restored, Restorer
+from everstep.checkpoint.format.merging import merge_node_manifests
+from everstep.checkpoint.publish import commit
+from everstep.checkpoint.ranks import topology
+from everstep.checkpoint.ranks.kv_store import KVStore, LocalKVStore, SharedKVStore
+from everstep.checkpoint.ranks.topology import Topology
+from everstep.checkpoint.restore.consensus import RestoreConsensus
+from everstep.checkpoint.restore.node_cache import NodeCache  # noqa: F401 - preloaded for the ranks
+from everstep.checkpoint.restore.restorer import Restored, Restorer
+from everstep.checkpoint.save import planning
 from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
-from everstep.checkpoint.topology import Topology
-from everstep.checkpoint.vote import RestoreConsensus
 
 Work = Callable[..., Any]
 

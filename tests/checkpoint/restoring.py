@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.manifests import read_manifest
-from everstep.checkpoint.rng import Rng
+from everstep.checkpoint.catalog.manifests import read_manifest
+from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.state.kinds import PerRank
+from everstep.checkpoint.state.rng import Rng
 from everstep.checkpoint.store.base import ObjectReader
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint import ranks

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import everstep
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.save import WriterConnection
-from everstep.checkpoint.session import Checkpointer
+from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.save.saver import WriterConnection
+from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.store.posix import PosixStore
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from everstep.checkpoint.format import HEADER, Key, part_header
-from everstep.checkpoint.slots import Box, PartRecord, Slots
+from everstep.checkpoint.format.manifest import HEADER, Key, part_header
+from everstep.checkpoint.slots.slots import Box, PartRecord, Slots
 
 
 def content(key: Key, rank: int, size: int) -> bytes:

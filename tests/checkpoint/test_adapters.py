@@ -17,13 +17,13 @@ torch = pytest.importorskip("torch")
 
 from everstep.checkpoint.adapters import published  # noqa: E402
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
-from everstep.checkpoint.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.catalog.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.catalog.verification import VerifiedCheckpoints  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
-from everstep.checkpoint.pruning import prune_by_hand  # noqa: E402
-from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
+from everstep.checkpoint.restore.restorer import NoGoodCheckpoint  # noqa: E402
+from everstep.checkpoint.retention.pruning import prune_by_hand  # noqa: E402
+from everstep.checkpoint.save.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
-from everstep.checkpoint.verification import VerifiedCheckpoints  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch

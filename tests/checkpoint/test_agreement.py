@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("torch")
 import torch.distributed as dist
 
-from everstep.checkpoint.agreement import MOST_CALLS, Agreement, NotAsked, Pace, SaveDecision
-from everstep.checkpoint.board import AgreementLost, KVStore, LocalKVStore, SharedKVStore
-from everstep.checkpoint.together import run_on_all_ranks
+from everstep.checkpoint.ranks.kv_store import AgreementLost, KVStore, LocalKVStore, SharedKVStore
+from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
+from everstep.checkpoint.save.step_agreement import MOST_CALLS, Agreement, NotAsked, Pace, SaveDecision
 from tests.checkpoint.ranks import run
 
 pytestmark = pytest.mark.torch

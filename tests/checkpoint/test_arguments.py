@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import numpy as np
 
 import everstep
-from everstep.checkpoint.arguments import CHECKS
+from everstep.checkpoint.session.arguments import CHECKS
 from tests.checkpoint.sessions import state
 
 pytestmark = pytest.mark.torch

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from everstep.checkpoint.auto import (
+from everstep.checkpoint.save.trigger import (
     PRIOR,
     Trigger,
     compute_optimal_interval,

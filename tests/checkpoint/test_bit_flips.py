@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import read_index, read_manifest, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import read_index, read_manifest, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import HEADER, Manifest
-from everstep.checkpoint.keys import HINT
+from everstep.checkpoint.format.keys import HINT
+from everstep.checkpoint.format.manifest import HEADER, Manifest
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import everything, in_memory

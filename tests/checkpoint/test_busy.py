@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.session import Checkpointer
+from everstep.checkpoint.session.checkpointer import Checkpointer
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session, steps_in
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import commit
-from everstep.checkpoint.candidates import list_candidates, read_manifest, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, read_manifest, verify_checkpoint
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
-from everstep.checkpoint.format import encode_manifest
-from everstep.checkpoint.index import describe_node_manifest, encode_announcement
-from everstep.checkpoint.keys import HINT, Key
+from everstep.checkpoint.format.index import describe_node_manifest, encode_announcement
+from everstep.checkpoint.format.keys import HINT, Key
+from everstep.checkpoint.format.manifest import encode_manifest
+from everstep.checkpoint.publish import commit
 from everstep.checkpoint.store.base import Store, StoredObject
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, key, load, newer

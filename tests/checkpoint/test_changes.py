@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.checkpoint import planning  # noqa: E402
-from everstep.checkpoint.staging import Host  # noqa: E402
+from everstep.checkpoint.save import planning  # noqa: E402
 from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
+from everstep.checkpoint.state.staging import Host  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

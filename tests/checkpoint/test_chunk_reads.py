@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.checksum import ALGORITHMS, begin_checksum, compute_checksum
-from everstep.checkpoint.chunk_reads import PIECE, ChunkRead, ChunkReader, Destination
+from everstep.checkpoint.catalog.chunk_reads import PIECE, ChunkRead, ChunkReader, Destination
 from everstep.checkpoint.errors import Damaged
-from everstep.checkpoint.format import ALIGN, CHUNK, HEADER, Chunk, align_offset
+from everstep.checkpoint.format.checksum import ALGORITHMS, begin_checksum, compute_checksum
+from everstep.checkpoint.format.manifest import ALIGN, CHUNK, HEADER, Chunk, align_offset
 from everstep.checkpoint.store.mounts import is_on_this_machine
 from everstep.checkpoint.store.reader import open_file
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.checkpoint import attempts, commit
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import Incomplete, MissingRanks, StoreError, UnknownFormat, WriterConflict
-from everstep.checkpoint.keys import HINT, Attempt
+from everstep.checkpoint.format.keys import HINT, Attempt
+from everstep.checkpoint.publish import attempts, commit
 from everstep.checkpoint.store.base import Store
 from tests.checkpoint.builders import Training, is_good, key, load, newer
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.candidates import list_candidates, read_index, verify_checkpoint
-from everstep.checkpoint.copying import CopyOutcome, copy_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, read_index, verify_checkpoint
+from everstep.checkpoint.catalog.verification import list_unverified_nodes, verify_and_mark
 from everstep.checkpoint.errors import CheckpointError, Damaged, WriterConflict
-from everstep.checkpoint.keys import HINT
+from everstep.checkpoint.format.keys import HINT
+from everstep.checkpoint.publish.copying import CopyOutcome, copy_checkpoint
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.verification import list_unverified_nodes, verify_and_mark
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import Point
 from tests.checkpoint.processes import Process

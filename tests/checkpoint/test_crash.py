@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import verify_checkpoint
+from everstep.checkpoint.catalog.candidates import verify_checkpoint
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import (

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import read_manifest
-from everstep.checkpoint.checksum import compute_checksum
-from everstep.checkpoint.difference import iterate_differences
-from everstep.checkpoint.format import HEADER, CheckpointPart, Chunk, Key, Manifest, Shard, StoredTensor, part_header
+from everstep.checkpoint.catalog.candidates import read_manifest
+from everstep.checkpoint.catalog.difference import iterate_differences
+from everstep.checkpoint.format.checksum import compute_checksum
+from everstep.checkpoint.format.manifest import (
+    HEADER,
+    CheckpointPart,
+    Chunk,
+    Key,
+    Manifest,
+    Shard,
+    StoredTensor,
+    part_header,
+)
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import Training, key
 

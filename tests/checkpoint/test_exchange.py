@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.exchange import exporting, importing  # noqa: E402
-from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
+from everstep.checkpoint.restore.restorer import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402

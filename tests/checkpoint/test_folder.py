@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import folder, unfinished
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.selection import NoSuchStep
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, WriterConflict
-from everstep.checkpoint.folder import Changed, Contents, NoFolder
-from everstep.checkpoint.selection import NoSuchStep
+from everstep.checkpoint.host import unfinished
+from everstep.checkpoint.publish import folder
+from everstep.checkpoint.publish.folder import Changed, Contents, NoFolder
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import Training, key
 

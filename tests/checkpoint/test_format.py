@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.checksum import ALGORITHMS, compute_checksum, get_checksum_width
 from everstep.checkpoint.errors import Damaged, Incomplete, MissingRanks, UnknownFormat, WriterConflict
-from everstep.checkpoint.format import (
+from everstep.checkpoint.format.checksum import ALGORITHMS, compute_checksum, get_checksum_width
+from everstep.checkpoint.format.manifest import (
     CHUNK,
     FORMAT,
     HEADER,
@@ -29,7 +29,7 @@ from everstep.checkpoint.format import (
     encode_manifest,
     part_header,
 )  # fmt: skip
-from everstep.checkpoint.merging import join_manifests, merge_node_manifests
+from everstep.checkpoint.format.merging import join_manifests, merge_node_manifests
 from tests.checkpoint.builders import Training, key
 from tests.checkpoint.builders import node_manifest as node
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.keys import HINT
+from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.format.keys import HINT
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import Point, count_calls, everything, frozen, in_memory, node_task

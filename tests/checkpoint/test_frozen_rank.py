@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from everstep.checkpoint.bounded_calls import BoundedCalls
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.ranks.bounded_calls import BoundedCalls
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session
 from tests.checkpoint.writers import until

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.format import Attempt, CheckpointPart, Chunk, Key, Manifest
-from everstep.checkpoint.node_cache import NodeCache
-from everstep.checkpoint.slot_files import replace_file
-from everstep.checkpoint.slot_marks import leave_mark
-from everstep.checkpoint.slots import Claim, PartRecord, Slots
+from everstep.checkpoint.format.manifest import Attempt, CheckpointPart, Chunk, Key, Manifest
+from everstep.checkpoint.restore.node_cache import NodeCache
+from everstep.checkpoint.slots.slot_files import replace_file
+from everstep.checkpoint.slots.slot_marks import leave_mark
+from everstep.checkpoint.slots.slots import Claim, PartRecord, Slots
 
 KEY = Key(Attempt(0, 1), 20)
 MANIFEST = Manifest(

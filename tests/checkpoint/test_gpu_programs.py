@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint import device_staging
-from everstep.checkpoint.device_staging import CudaStaging
+from everstep.checkpoint.save import device_staging
+from everstep.checkpoint.save.device_staging import CudaStaging
 from everstep.checkpoint.state import steps
 from tests.checkpoint.gpu_programs import ACTIONS, random_actions, run_program
 

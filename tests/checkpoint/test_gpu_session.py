@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.rng import Rng
-from everstep.checkpoint.session import Checkpointer
+from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.session.checkpointer import Checkpointer
+from everstep.checkpoint.state.rng import Rng
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.pretended_cuda import Graph, Runtime, graph, on_gpu, pretended_cuda
 from tests.checkpoint.ranks import run

@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from everstep.checkpoint import device_staging, pinning
-from everstep.checkpoint.device_staging import CudaStaging, choose_staging, sort_pairs
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.staging import Host
+from everstep.checkpoint.save import device_staging, pinning
+from everstep.checkpoint.save.device_staging import CudaStaging, choose_staging, sort_pairs
 from everstep.checkpoint.state import steps
 from everstep.checkpoint.state.flat import of_optimizers
+from everstep.checkpoint.state.staging import Host
 from tests.checkpoint.pretended_cuda import (
     CudaFailure,
     Error,

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint import commit
-from everstep.checkpoint.checksum import compute_checksum
-from everstep.checkpoint.coverage import check_cover, join_boxes
+from everstep.checkpoint.catalog.manifests import parse_node, read_index, read_manifest
 from everstep.checkpoint.errors import Damaged, Incomplete, MissingRanks, UnknownFormat, WriterConflict
-from everstep.checkpoint.format import HEADER, CheckpointPart, Chunk, Manifest, Shard, StoredTensor, encode_manifest
-from everstep.checkpoint.index import (
+from everstep.checkpoint.format.checksum import compute_checksum
+from everstep.checkpoint.format.coverage import check_cover, join_boxes
+from everstep.checkpoint.format.index import (
     CheckpointIndex,
     IndexMerger,
     decode_index,
@@ -25,7 +24,16 @@ from everstep.checkpoint.index import (
     encode_announcement,
     encode_index,
 )
-from everstep.checkpoint.manifests import parse_node, read_index, read_manifest
+from everstep.checkpoint.format.manifest import (
+    HEADER,
+    CheckpointPart,
+    Chunk,
+    Manifest,
+    Shard,
+    StoredTensor,
+    encode_manifest,
+)
+from everstep.checkpoint.publish import commit
 from everstep.checkpoint.store.base import Store
 from tests.checkpoint.builders import Training, key
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import keeping
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.control import WriterConfig
+from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keeping import Keeper, Save
-from everstep.checkpoint.slots import Claim, Slots
+from everstep.checkpoint.slots.slots import Claim, Slots
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.writer import keeper
+from everstep.checkpoint.writer.control import WriterConfig
+from everstep.checkpoint.writer.keeper import Keeper, Save
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
 
@@ -72,7 +72,7 @@ class Node:
 @pytest.fixture
 def node(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     store = Slow(str(quick_path / "store"))
-    monkeypatch.setattr(keeping, "open_store", lambda url, **options: store)
+    monkeypatch.setattr(keeper, "open_store", lambda url, **options: store)
     yield Node(quick_path, store)
     store.goes_on.set()
 

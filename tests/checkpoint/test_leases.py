@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import folder
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.copying import copy_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.catalog.leases import list_leases
+from everstep.checkpoint.catalog.verification import VerifiedCheckpoints
 from everstep.checkpoint.errors import CheckpointError, Denied, Removed
-from everstep.checkpoint.keys import DATA, LEASES, Key
-from everstep.checkpoint.leases import list_leases
-from everstep.checkpoint.pruning import prune_by_hand
-from everstep.checkpoint.retention import prune_store
+from everstep.checkpoint.format.keys import DATA, LEASES, Key
+from everstep.checkpoint.publish import folder
+from everstep.checkpoint.publish.copying import copy_checkpoint
+from everstep.checkpoint.retention.pruning import prune_by_hand
+from everstep.checkpoint.retention.retention import prune_store
 from everstep.checkpoint.store.base import ObjectReader, open_store
 from everstep.checkpoint.store.posix import PosixStore
-from everstep.checkpoint.verification import VerifiedCheckpoints
 from tests.checkpoint.builders import key
 from tests.cli.command import Done, in_process
 
@@ -183,8 +183,8 @@ def test_who_may_not_write_reads_without_a_lease(tmp_path: Path, monkeypatch: py
 def test_what_is_loaded_or_exported_stays_while_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     import everstep
-    from everstep.checkpoint import load as load_module
     from everstep.checkpoint.exchange import exporting
+    from everstep.checkpoint.load import api as load_module
 
     for at, expected in ((DATA, 20), (LEASES, 30)):
         reads: list[Any] = [everstep.load, partial(exporting.export_dcp, folder=tmp_path / f"{expected}")]
@@ -206,7 +206,7 @@ def test_an_export_holds_all_of_it_from_its_first_file_to_its_last(
 ) -> None:
     torch = pytest.importorskip("torch")
     from everstep.checkpoint.exchange import exporting
-    from everstep.checkpoint.load import load as real
+    from everstep.checkpoint.load.api import load as real
     from tests.checkpoint import ranks
 
     store = PosixStore(tmp_path / "store")

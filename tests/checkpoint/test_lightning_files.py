@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("lightning") is None:  # its import changes the environment of all tests
     pytest.skip("lightning is not installed", allow_module_level=True)
 
-from everstep.checkpoint import folder  # noqa: E402
-from everstep.checkpoint.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.catalog.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.publish import folder  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 
 pytestmark = pytest.mark.torch

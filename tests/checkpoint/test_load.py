@@ -16,14 +16,14 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint.candidates import list_candidates, read_manifest  # noqa: E402
+from everstep.checkpoint.catalog.candidates import list_candidates, read_manifest  # noqa: E402
+from everstep.checkpoint.catalog.selection import NoSuchStep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, StoreError  # noqa: E402
 from everstep.checkpoint.exchange.exporting import export_dcp  # noqa: E402
-from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
-from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
-from everstep.checkpoint.rng import Rng  # noqa: E402
-from everstep.checkpoint.selection import NoSuchStep  # noqa: E402
+from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
+from everstep.checkpoint.restore.restorer import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
+from everstep.checkpoint.state.rng import Rng  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session, state  # noqa: E402

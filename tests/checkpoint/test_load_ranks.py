@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import everstep
-from everstep.checkpoint import load_ranks
+from everstep.checkpoint.catalog.selection import NoSuchStep
 from everstep.checkpoint.errors import CheckpointError, RankLost
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.restore import NoGoodCheckpoint
-from everstep.checkpoint.selection import NoSuchStep
+from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.load import load_ranks
+from everstep.checkpoint.restore.restorer import NoGoodCheckpoint
 from everstep.checkpoint.state.kinds import StateMismatch
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint import ranks

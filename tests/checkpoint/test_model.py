@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.leases import CheckpointLease
 from everstep.checkpoint.errors import Damaged, Missing
-from everstep.checkpoint.keys import HINT, Attempt, Key
-from everstep.checkpoint.leases import CheckpointLease
-from everstep.checkpoint.retention import prune_store
+from everstep.checkpoint.format.keys import HINT, Attempt, Key
+from everstep.checkpoint.retention.retention import prune_store
 from everstep.checkpoint.store.base import Store, StoredObject, open_store
 from tests.checkpoint.builders import Training, is_good, load
 

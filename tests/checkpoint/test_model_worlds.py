@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from everstep.checkpoint import commit
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint, verify_node
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint, verify_node
+from everstep.checkpoint.catalog.leases import CheckpointLease
+from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, mark_node
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing
-from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.leases import CheckpointLease
-from everstep.checkpoint.retention import prune_verified
+from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.publish import commit
+from everstep.checkpoint.retention.retention import prune_verified
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.verification import VerifiedCheckpoints, mark_node
 from tests.checkpoint.builders import Training, is_good, load
 from tests.checkpoint.test_model import Died, Mortal
 

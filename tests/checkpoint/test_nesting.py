@@ -17,10 +17,10 @@ from torch import nn
 
 import everstep
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format.values import UnsupportedValue
 from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.state.nesting import DEEPEST
 from everstep.checkpoint.store.posix import PosixStore
-from everstep.checkpoint.values import UnsupportedValue
 from tests.checkpoint import ranks
 
 pytestmark = pytest.mark.torch

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from everstep.checkpoint.format import CHUNK, Attempt, CheckpointPart, Chunk, Key, Manifest, align_offset
-from everstep.checkpoint.node_cache import NodeCache, iterate_runs
-from everstep.checkpoint.slot_files import secure_directory
+from everstep.checkpoint.format.manifest import CHUNK, Attempt, CheckpointPart, Chunk, Key, Manifest, align_offset
+from everstep.checkpoint.restore.node_cache import NodeCache, iterate_runs
+from everstep.checkpoint.slots.slot_files import secure_directory
 
 SIZE = 40 * mmap.PAGESIZE
 KEY = Key(Attempt(0, 1), 20)

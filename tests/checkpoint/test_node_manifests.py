@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
+from everstep.checkpoint.catalog.manifests import read_index, read_manifest  # noqa: E402
 from everstep.checkpoint.errors import Damaged  # noqa: E402
-from everstep.checkpoint.loading import Loading  # noqa: E402
-from everstep.checkpoint.manifests import read_index, read_manifest  # noqa: E402
-from everstep.checkpoint.rng import Rng  # noqa: E402
+from everstep.checkpoint.restore.loading import Loading  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank  # noqa: E402
+from everstep.checkpoint.state.rng import Rng  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 

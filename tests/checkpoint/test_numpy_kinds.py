@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.format.values import pack_value, unpack_value  # noqa: E402
 from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
-from everstep.checkpoint.values import pack_value, unpack_value  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
 
 pytestmark = pytest.mark.torch

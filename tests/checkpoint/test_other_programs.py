@@ -17,8 +17,8 @@ import pytest
 joblib = pytest.importorskip("joblib", reason="scikit-learn is in the environment of the torch tests")
 pytest.importorskip("sklearn")
 
-from everstep.checkpoint import folder  # noqa: E402
-from everstep.checkpoint.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.catalog.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.publish import folder  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 
 pytestmark = pytest.mark.torch

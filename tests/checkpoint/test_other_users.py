@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("torch")
 import torch.distributed as dist
 
-from everstep.checkpoint import control
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.session import Checkpointer
+from everstep.checkpoint.session.checkpointer import Checkpointer
+from everstep.checkpoint.writer import control
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session, train
 

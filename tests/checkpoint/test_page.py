@@ -12,7 +12,7 @@ import google_crc32c
 import pytest
 import xxhash
 
-from everstep.checkpoint import folder
+from everstep.checkpoint.publish import folder
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, key
 
@@ -172,15 +172,15 @@ def test_the_page_names_every_tag_and_every_field() -> None:
 
 
 def words() -> Iterator[str]:
-    from everstep.checkpoint import checksum, keys, values
+    from everstep.checkpoint.format import checksum, keys, values
 
     yield from checksum.ALGORITHMS
     yield from (*values._PAIRS, *values._ITEMS, "int", "float", "complex", "bytes", "pickle", "numpy.ndarray")
     yield from ("torch.dtype", "torch.device", "torch.Size", "numpy.scalar", keys.HINT)
     training, at = Training(rows=1), key()
     _, manifest = training.part(at, 0)
-    from everstep.checkpoint.format import encode_manifest
-    from everstep.checkpoint.index import describe_node_manifest, encode_announcement
+    from everstep.checkpoint.format.index import describe_node_manifest, encode_announcement
+    from everstep.checkpoint.format.manifest import encode_manifest
 
     yield from json.loads(encode_manifest(manifest).split(b"\n")[0])
     index = json.loads(

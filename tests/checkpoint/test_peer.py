@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import control, peer_copies
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import CHUNK, HEADER, Manifest, encode_manifest
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.peer_copier import send_slot
-from everstep.checkpoint.peer_link import Address, PeerLink, PeerLost
-from everstep.checkpoint.peer_parts import PeerParts, Share
-from everstep.checkpoint.peer_server import PeerServer
-from everstep.checkpoint.persist import Mappings, SaveProgress, sum_slot
-from everstep.checkpoint.slots import Claim, Slot, Slots, SlotState
+from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.format.manifest import CHUNK, HEADER, Manifest, encode_manifest
+from everstep.checkpoint.peers import replica_slots
+from everstep.checkpoint.peers.peer_link import Address, PeerLink, PeerLost
+from everstep.checkpoint.peers.peer_parts import PeerParts, Share
+from everstep.checkpoint.peers.peer_server import PeerServer
+from everstep.checkpoint.peers.replica_sender import send_slot
+from everstep.checkpoint.slots.slots import Claim, Slot, Slots, SlotState
+from everstep.checkpoint.writer import control
+from everstep.checkpoint.writer.persist import Mappings, SaveProgress, sum_slot
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import content, fill
 from tests.checkpoint.writers import PATIENCE, SECRET, SIZES, Site, until
@@ -65,7 +66,7 @@ class Away:
 
     @property
     def kept(self) -> list[Key]:
-        return [manifest.key for _, manifest in peer_copies.open_peer_copies(self.here).whole()]
+        return [manifest.key for _, manifest in replica_slots.open_peer_copies(self.here).whole()]
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def away(tmp_path: Path) -> Away:
 
 def test_a_copy_is_the_same_to_the_byte_and_can_be_read_from_there(away: Away) -> None:
     away.send(0, key(10))
-    [(slot, manifest)] = peer_copies.open_peer_copies(away.here).whole()
+    [(slot, manifest)] = replica_slots.open_peer_copies(away.here).whole()
     assert manifest == away.slots[0].manifest()
     assert slot.claimed() == away.slots[0].claimed()
     for local, size in enumerate(PARTS):
@@ -98,7 +99,7 @@ def test_a_copy_waits_until_a_process_that_restores_has_read_the_slot_that_it_ne
     away.server.trust(SECRET, 1)
     away.send(0, key(10))
     slot, claim, manifest = away.whole(1, key(20))
-    kept = peer_copies.open_peer_copies(away.here)[0]
+    kept = replica_slots.open_peer_copies(away.here)[0]
     with closing(PeerLink.connect(away.address, SECRET)) as link:
         with kept.reading():
             data = encode_manifest(manifest)
@@ -129,7 +130,7 @@ def test_the_last_copy_stays_whole_while_the_next_one_comes_and_breaks_off(away:
     with closing(away.begin(slot, claim, manifest)) as link:
         link.put(slot.part(0).read_bytes()[: CHUNK + HEADER + 1])
         assert away.kept == [key(10)]
-    until(lambda: peer_copies.open_peer_copies(away.here)[1].state is SlotState.EMPTY, "the torn copy is given up")
+    until(lambda: replica_slots.open_peer_copies(away.here)[1].state is SlotState.EMPTY, "the torn copy is given up")
     assert away.kept == [key(10)]
 
 
@@ -173,14 +174,14 @@ def test_a_frozen_sender_does_not_hold_up_the_next_copy(away: Away) -> None:
 def test_a_slot_that_another_node_reads_is_not_taken_for_a_new_copy(
     away: Away, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_copies, "READ_TIMEOUT", 0.1)
+    monkeypatch.setattr(replica_slots, "READ_TIMEOUT", 0.1)
     away.send(0, key(10))
     away.send(1, key(20))
     with closing(Share(away.address, SECRET, key(10), 1)):
         with pytest.raises(PeerLost, match="every copy here is being read"):
             away.send(0, key(30))
         assert away.kept == [key(20), key(10)]
-    until(lambda: not peer_copies.open_peer_copies(away.here)[0].is_read, "the reader is gone")
+    until(lambda: not replica_slots.open_peer_copies(away.here)[0].is_read, "the reader is gone")
     away.send(0, key(30))
     assert away.kept == [key(30), key(20)]
 
@@ -245,7 +246,7 @@ def test_each_save_is_kept_by_the_other_node_too(site: Site) -> None:
         first.save(key(step))
         assert first.report("copied")["key"] == str(key(step))
     assert second.copies() == [key(20), key(10)]
-    [(slot, _), _] = peer_copies.open_peer_copies(second.directory).whole()
+    [(slot, _), _] = replica_slots.open_peer_copies(second.directory).whole()
     assert slot.part(0).read_bytes() == content(key(20), 0, SIZES[0])
     for node in (first, second):
         told = (node.directory / control.LOG).read_text() + Path(f"/proc/{node.pid}/cmdline").read_text()

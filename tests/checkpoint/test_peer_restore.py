@@ -17,15 +17,16 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint import control, peer_copies  # noqa: E402
 from everstep.checkpoint.errors import StoreError  # noqa: E402
-from everstep.checkpoint.format import HEADER  # noqa: E402
-from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
-from everstep.checkpoint.proposals import MEMORY, STORE, Proposal, Proposals  # noqa: E402
-from everstep.checkpoint.session import Checkpointer  # noqa: E402
+from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
+from everstep.checkpoint.format.manifest import HEADER  # noqa: E402
+from everstep.checkpoint.peers import replica_slots  # noqa: E402
+from everstep.checkpoint.ranks.topology import Topology  # noqa: E402
+from everstep.checkpoint.restore.proposals import MEMORY, STORE, Proposal, Proposals  # noqa: E402
+from everstep.checkpoint.session.checkpointer import Checkpointer  # noqa: E402
 from everstep.checkpoint.store.base import Store, StoredObject  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
-from everstep.checkpoint.topology import Topology  # noqa: E402
+from everstep.checkpoint.writer import control  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.writers import until  # noqa: E402
 
@@ -69,7 +70,7 @@ def reachable(store: Path) -> None:
 
 def keeps(memory: Path, key: Key) -> bool:
     """Tell whether the node with this memory keeps a copy of the other's share."""
-    return key in [manifest.key for _, manifest in peer_copies.open_peer_copies(memory).whole()]
+    return key in [manifest.key for _, manifest in replica_slots.open_peer_copies(memory).whole()]
 
 
 def save_and_die(rank: int, folder: Path) -> None:
@@ -135,7 +136,7 @@ def lose(folder: Path, node: int) -> None:
 
 
 def lose_copies(folder: Path, node: int) -> None:
-    peer_copies.open_peer_copies(folder / f"memory-{node}").remove()
+    replica_slots.open_peer_copies(folder / f"memory-{node}").remove()
 
 
 def lose_nothing(folder: Path) -> None:
@@ -188,7 +189,7 @@ def spoil(folder: Path) -> None:
     """One share of the newest one is bad, and its copy is lost."""
     lose_one(folder)
     [copy] = [
-        slot for slot, manifest in peer_copies.open_peer_copies(folder / "memory-0").whole() if manifest.key == NEW
+        slot for slot, manifest in replica_slots.open_peer_copies(folder / "memory-0").whole() if manifest.key == NEW
     ]
     with copy.part(0).open("r+b") as file:
         file.seek(HEADER + 7)

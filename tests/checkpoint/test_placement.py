@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.placement import choose_copy_keepers
+from everstep.checkpoint.peers.placement import choose_copy_keepers
 
 domains = st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=24)
 

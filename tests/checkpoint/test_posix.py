@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import room
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
-from everstep.checkpoint.keys import RUN
+from everstep.checkpoint.format.keys import RUN
+from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.store import writeback
 from everstep.checkpoint.store.base import check_name, open_store
 from everstep.checkpoint.store.files import Files
@@ -377,7 +377,7 @@ def test_a_file_that_is_large_for_the_machine_does_not_stay_in_memory(
     store.put("data/a/1/0.part", LARGE, 80 << 20)
     if not cached(tmp_path / "data/a/1/0.part"):
         pytest.skip("no file stays in memory here")
-    monkeypatch.setattr(room, "get_available_memory", lambda: 100 << 20)
+    monkeypatch.setattr(available_memory, "get_available_memory", lambda: 100 << 20)
     # The system keeps a page that another processor has at hand in that moment, as busy machines do.
     for step in range(2, 12):
         store.put(f"data/a/{step}/0.part", LARGE, 80 << 20)
@@ -399,7 +399,7 @@ def test_an_error_of_the_disk_is_told_by_whoever_hears_of_it_first(
         ctypes.set_errno(errno.EIO)
         return -1
 
-    monkeypatch.setattr(room, "get_available_memory", lambda: 100 << 20)
+    monkeypatch.setattr(available_memory, "get_available_memory", lambda: 100 << 20)
     monkeypatch.setattr(writeback, "_call", call)
     with pytest.raises(StoreError, match="Input/output error"):
         PosixStore(tmp_path).put(PART, LARGE, 80 << 20)

@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from everstep.checkpoint import attempts
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.retention import prune_store
+from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.publish import attempts
+from everstep.checkpoint.retention.retention import prune_store
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import Watched, everything

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.control import WriterLink, WriterLost
-from everstep.checkpoint.keys import HINT, Key
-from everstep.checkpoint.slots import Slots, SlotState
+from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.format.keys import HINT, Key
+from everstep.checkpoint.slots.slots import Slots, SlotState
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.writer.control import WriterLink, WriterLost
 from tests.checkpoint.builders import key
 from tests.checkpoint.crash import Point, everything, in_memory, points
 from tests.checkpoint.processes import PATIENCE, Node, Process, fill_as_rank, newest, until

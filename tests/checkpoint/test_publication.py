@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import folder
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError, WriterConflict
-from everstep.checkpoint.publication import find_writer
+from everstep.checkpoint.publish import folder
+from everstep.checkpoint.publish.publication import find_writer
 from everstep.checkpoint.store.base import open_store
 from tests.checkpoint.builders import key
 from tests.checkpoint.crash import Point

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import folder
-from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import CheckpointEvent
-from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.publisher import Publisher
+from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.publish import folder
+from everstep.checkpoint.publish.publisher import Publisher
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.store.posix import PosixStore
 

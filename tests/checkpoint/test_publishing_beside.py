@@ -18,9 +18,9 @@ torch = pytest.importorskip("torch")
 
 from everstep.checkpoint.adapters import background  # noqa: E402
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint  # noqa: E402
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint  # noqa: E402
 from everstep.checkpoint.errors import StoreError  # noqa: E402
-from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
+from everstep.checkpoint.save.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 

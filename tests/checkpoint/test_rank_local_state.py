@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.save import planning
 from everstep.checkpoint.state import shards
 from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch

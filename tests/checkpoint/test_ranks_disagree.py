@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("torch")
 import torch.distributed as dist
 
-from everstep.checkpoint.board import AgreementLost, LocalKVStore
-from everstep.checkpoint.session import Checkpointer, SaveFailed
+from everstep.checkpoint.ranks.kv_store import AgreementLost, LocalKVStore
+from everstep.checkpoint.session.checkpointer import Checkpointer, SaveFailed
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session, steps_in, train
 

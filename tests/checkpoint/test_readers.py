@@ -20,15 +20,15 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 import everstep
-from everstep.checkpoint import control
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import ATTEMPTS, Attempt
-from everstep.checkpoint.save import WriterConnection
-from everstep.checkpoint.session import Checkpointer, SaveFailed
-from everstep.checkpoint.slot_files import MEMORY_VARIABLE
-from everstep.checkpoint.slots import Slots, SlotState
+from everstep.checkpoint.format.keys import ATTEMPTS, Attempt
+from everstep.checkpoint.save.saver import WriterConnection
+from everstep.checkpoint.session.checkpointer import Checkpointer, SaveFailed
+from everstep.checkpoint.slots.slot_files import MEMORY_VARIABLE
+from everstep.checkpoint.slots.slots import Slots, SlotState
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.writer import control
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, claim, steps_in, train
 from tests.checkpoint.writers import until

@@ -13,8 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import everstep  # noqa: E402
-from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
-from everstep.checkpoint.save import WriterConnection  # noqa: E402
+from everstep.checkpoint.save.outcomes import SaveFailed  # noqa: E402
+from everstep.checkpoint.save.saver import WriterConnection  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
 from tests.checkpoint.writers import until  # noqa: E402

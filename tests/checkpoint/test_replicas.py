@@ -21,10 +21,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import everstep
-from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.replicas import checksum_tensors
-from everstep.checkpoint.session import Checkpointer
+from everstep.checkpoint.save import planning
+from everstep.checkpoint.save.tensor_checksums import checksum_tensors
+from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.state.flat import Flat, flatten_objects
 from everstep.checkpoint.state.kinds import FromRank, PerRank
 from everstep.checkpoint.store.posix import PosixStore
@@ -250,7 +250,7 @@ def test_equal_elements_have_equal_checksums(one: torch.Tensor, other: torch.Ten
 
 
 def test_every_bit_of_a_tensor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.checkpoint.replicas.PIECE", 64)
+    monkeypatch.setattr("everstep.checkpoint.save.tensor_checksums.PIECE", 64)
     tensor = torch.zeros(7, 33).t()
     before = checksum_tensors([tensor])
     for place in ((0, 0), (32, 6), (17, 3)):

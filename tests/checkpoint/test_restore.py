@@ -15,15 +15,15 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.checkpoint import slot_marks  # noqa: E402
+from everstep.checkpoint.catalog.leases import list_leases  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, Denied, RestoreFailed, StoreError  # noqa: E402
-from everstep.checkpoint.format import HEADER  # noqa: E402
-from everstep.checkpoint.keys import HINT, Key  # noqa: E402
-from everstep.checkpoint.leases import list_leases  # noqa: E402
-from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
-from everstep.checkpoint.rng import Rng  # noqa: E402
-from everstep.checkpoint.slots import Claim, Slots  # noqa: E402
+from everstep.checkpoint.format.keys import HINT, Key  # noqa: E402
+from everstep.checkpoint.format.manifest import HEADER  # noqa: E402
+from everstep.checkpoint.restore.restorer import NoGoodCheckpoint  # noqa: E402
+from everstep.checkpoint.slots import slot_marks  # noqa: E402
+from everstep.checkpoint.slots.slots import Claim, Slots  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
+from everstep.checkpoint.state.rng import Rng  # noqa: E402
 from everstep.checkpoint.store.base import StoredObject  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402

@@ -15,9 +15,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint import restore  # noqa: E402
+from everstep.checkpoint.catalog.selection import NoSuchStep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.selection import NoSuchStep  # noqa: E402
+from everstep.checkpoint.restore import restorer  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -204,7 +204,7 @@ def test_slots_that_a_writer_removes_while_a_restore_looks_at_them_are_no_error(
     def vanish(*_: Any, **__: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory", "slots")
 
-    monkeypatch.setattr(restore, "make_proposal", vanish)
+    monkeypatch.setattr(restorer, "make_proposal", vanish)
     with session(tmp_path) as ckpt:
         assert ckpt.restore(model=model).step == 3
 

@@ -15,9 +15,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError, RankLost  # noqa: E402
-from everstep.checkpoint.format import ALIGN, CHUNK, HEADER  # noqa: E402
-from everstep.checkpoint.rng import Rng  # noqa: E402
+from everstep.checkpoint.format.manifest import ALIGN, CHUNK, HEADER  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank  # noqa: E402
+from everstep.checkpoint.state.rng import Rng  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.restoring import NEW, OLD, Watched, filled, model, save_both  # noqa: E402

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint import commit
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.leases import CheckpointLease, hold_lease, list_leases
-from everstep.checkpoint.retention import plan_retention, prune_store
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.leases import CheckpointLease, hold_lease, list_leases
+from everstep.checkpoint.catalog.verification import verify_and_mark
+from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.publish import commit
+from everstep.checkpoint.retention.retention import plan_retention, prune_store
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
-from everstep.checkpoint.verification import verify_and_mark
 from tests.checkpoint.builders import Training, is_good, key, load, newer
 from tests.checkpoint.test_model import Died, Mortal
 

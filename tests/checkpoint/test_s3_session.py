@@ -14,9 +14,9 @@ pytest.importorskip("torch")
 import torch
 
 import everstep
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import Missing
-from everstep.checkpoint.session import SaveFailed
+from everstep.checkpoint.session.checkpointer import SaveFailed
 from everstep.checkpoint.store.base import open_store
 from tests.checkpoint.faults import Chooser, Fault, FaultProxy, Request
 from tests.checkpoint.ranks import run

@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
-from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import ALIGN, HEADER
-from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.planning import WritePlan
-from everstep.checkpoint.slots import Slots
-from everstep.checkpoint.snapshot import Snapshots
-from everstep.checkpoint.staging import Host
+from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.format.manifest import ALIGN, HEADER
+from everstep.checkpoint.ranks.topology import Topology
+from everstep.checkpoint.save import planning
+from everstep.checkpoint.save.planning import WritePlan
+from everstep.checkpoint.save.snapshots import Snapshots
+from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.state.flat import flatten_objects, of_optimizers
-from everstep.checkpoint.topology import Topology
+from everstep.checkpoint.state.staging import Host
 from tests.checkpoint.ranks import run
 
 pytestmark = pytest.mark.torch

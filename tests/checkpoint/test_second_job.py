@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.session import Checkpointer
+from everstep.checkpoint.session.checkpointer import Checkpointer
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session, steps_in, train
 from tests.checkpoint.writers import until

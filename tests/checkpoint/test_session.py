@@ -17,14 +17,14 @@ pytest.importorskip("torch")
 import numpy as np
 import torch
 
-from everstep.checkpoint import control
-from everstep.checkpoint.attempts import AttemptTaken, Superseded
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent
-from everstep.checkpoint.session import SaveFailed
-from everstep.checkpoint.slots import Slots
+from everstep.checkpoint.publish.attempts import AttemptTaken, Superseded
+from everstep.checkpoint.session.checkpointer import SaveFailed
+from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.writer import control
 from tests.checkpoint.sessions import Model, claim, session, steps_in, train
 
 pytestmark = pytest.mark.torch

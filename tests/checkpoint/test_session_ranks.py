@@ -15,14 +15,14 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import control
-from everstep.checkpoint.board import AgreementLost
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import HINT
-from everstep.checkpoint.session import SaveFailed
-from everstep.checkpoint.slots import Slots
+from everstep.checkpoint.format.keys import HINT
+from everstep.checkpoint.ranks.kv_store import AgreementLost
+from everstep.checkpoint.session.checkpointer import SaveFailed
+from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.writer import control
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, claim, session, steps_in, train
 

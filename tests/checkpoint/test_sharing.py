@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from benchmarks.checkpoint.planning import Planned, layout_of_rank, plan_ranks
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import HEADER, align_offset, get_itemsize
-from everstep.checkpoint.layouts import LayoutNames, Ownership, RankLayout, box_of_span, span_of_box
-from everstep.checkpoint.plan_coordinator import PlanCoordinator, RankMessages, fingerprint_model
+from everstep.checkpoint.format.manifest import HEADER, align_offset, get_itemsize
+from everstep.checkpoint.save.layouts import LayoutNames, Ownership, RankLayout, box_of_span, span_of_box
+from everstep.checkpoint.save.plan_coordinator import PlanCoordinator, RankMessages, fingerprint_model
 
 Held = tuple[
     str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], Ownership

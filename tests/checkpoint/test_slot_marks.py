@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from everstep.checkpoint import slot_marks
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import HEADER
-from everstep.checkpoint.slots import Claim, Slot, SlotState
+from everstep.checkpoint.format.manifest import HEADER
+from everstep.checkpoint.slots import slot_marks
+from everstep.checkpoint.slots.slots import Claim, Slot, SlotState
 from tests.checkpoint.builders import key
 from tests.checkpoint.writers import Node, Site, until
 

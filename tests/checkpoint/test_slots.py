@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import room
-from everstep.checkpoint.checksum import compute_checksum
 from everstep.checkpoint.errors import CheckpointError, Missing
-from everstep.checkpoint.persist import GivenUp, Mappings, SaveProgress, sum_slot
-from everstep.checkpoint.room import InsufficientMemory
-from everstep.checkpoint.slots import COPIES, Claim, Slot, Slots, SlotState, default_directory
+from everstep.checkpoint.format.checksum import compute_checksum
+from everstep.checkpoint.host import available_memory
+from everstep.checkpoint.host.available_memory import InsufficientMemory
+from everstep.checkpoint.slots.slots import COPIES, Claim, Slot, Slots, SlotState, default_directory
+from everstep.checkpoint.writer.persist import GivenUp, Mappings, SaveProgress, sum_slot
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill, layout
 from tests.checkpoint.writers import until
@@ -125,17 +125,17 @@ def test_slots_that_are_read_are_removed_after_that(slots: Slots, folder: str) -
 
 
 def test_a_limit_of_files_is_known_before_any_is_made(slots: Slots) -> None:
-    room.check_files(slots.directory, 1 << 40, 10)
+    available_memory.check_files(slots.directory, 1 << 40, 10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         with pytest.raises(InsufficientMemory, match=r"has up to 2\.0 MB, and a file of this user 1\.0 MB at most"):
-            room.check_files(slots.directory, 2_000_000, 10)
+            available_memory.check_files(slots.directory, 2_000_000, 10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     if os.statvfs(slots.directory).f_files:
         with pytest.raises(InsufficientMemory, match="inodes left"):
-            room.check_files(slots.directory, 1, 1 << 62)
+            available_memory.check_files(slots.directory, 1, 1 << 62)
 
 
 def test_slots_are_removed_though_their_file_system_has_no_inode_left_for_a_lock(slots: Slots) -> None:
@@ -199,13 +199,13 @@ def test_a_small_file_system_may_be_filled_and_what_is_missing_is_said(
 ) -> None:
     """Docker and Kubernetes give a container a /dev/shm of 64 MB, unless they are told otherwise."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 64 << 20))
-    room.check_memory(tmp_path, 60_000_000, copies=2)
+    available_memory.check_memory(tmp_path, 60_000_000, copies=2)
     with pytest.raises(
         InsufficientMemory,
         match=r"1 slot for checkpoints need 67.0 MB more memory, the file system of .* has 67.1 MB left, and 0.5 MB "
         r"must stay free: 0.4 MB are missing; give it more \(sizeLimit, --shm-size\)$",
     ):
-        room.check_memory(tmp_path, 67_000_000, copies=1)
+        available_memory.check_memory(tmp_path, 67_000_000, copies=1)
 
 
 def write(path: Path, **files: object) -> None:
@@ -221,7 +221,7 @@ def test_the_smallest_limit_of_all_cgroups_counts(tmp_path: Path) -> None:
     write(
         tmp_path / "fs/pod", memory__max=10_000, memory__current=9000, memory__stat="inactive_file 500\nactive_file 200"
     )
-    assert list(room.iterate_cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(1700, "/pod")]
+    assert list(available_memory.iterate_cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(1700, "/pod")]
 
 
 def test_cgroups_of_version_1_count_too(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_cgroups_of_version_1_count_too(tmp_path: Path) -> None:
         memory__usage_in_bytes=4000,
         memory__stat="inactive_file 0",
     )
-    assert list(room.iterate_cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(6000, "/pod")]
+    assert list(available_memory.iterate_cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(6000, "/pod")]
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.checkpoint import control, slot_marks  # noqa: E402
-from everstep.checkpoint.slots import Slots, SlotState  # noqa: E402
+from everstep.checkpoint.slots import slot_marks  # noqa: E402
+from everstep.checkpoint.slots.slots import Slots, SlotState  # noqa: E402
+from everstep.checkpoint.writer import control  # noqa: E402
 from tests.checkpoint.sessions import claim, session  # noqa: E402
 from tests.checkpoint.writers import until  # noqa: E402
 

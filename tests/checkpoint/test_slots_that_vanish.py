@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.slots import Claim, Slots
+from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.slots.slots import Claim, Slots
 
 KEY = Key(Attempt(0, 1), 20)
 

@@ -15,11 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.format import StoredTensor  # noqa: E402
-from everstep.checkpoint.rng import Rng  # noqa: E402
+from everstep.checkpoint.format.manifest import StoredTensor  # noqa: E402
+from everstep.checkpoint.format.values import UnsupportedValue  # noqa: E402
 from everstep.checkpoint.state.flat import Flat, bind_kinds, flatten_objects  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, Saved, dtype_name  # noqa: E402
-from everstep.checkpoint.values import UnsupportedValue  # noqa: E402
+from everstep.checkpoint.state.rng import Rng  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import everstep
-from everstep.checkpoint.descriptions import KIND
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.importing import import_torch
+from everstep.checkpoint.format.descriptions import KIND
 from everstep.checkpoint.state import aliases
 from everstep.checkpoint.state.flat import Flat, flatten_objects
 from everstep.checkpoint.state.kinds import StateMismatch

@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint.format import encode_manifest  # noqa: E402
-from everstep.checkpoint.rng import Rng  # noqa: E402
+from everstep.checkpoint.format.manifest import encode_manifest  # noqa: E402
+from everstep.checkpoint.format.values import LARGEST_VALUE, UnsupportedValue  # noqa: E402
 from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank  # noqa: E402
+from everstep.checkpoint.state.rng import Rng  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
-from everstep.checkpoint.values import LARGEST_VALUE, UnsupportedValue  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session, steps_in  # noqa: E402
 

@@ -17,11 +17,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint.candidates import read_manifest  # noqa: E402
-from everstep.checkpoint.descriptions import is_description  # noqa: E402
+from everstep.checkpoint.catalog.candidates import read_manifest  # noqa: E402
+from everstep.checkpoint.format.descriptions import is_description  # noqa: E402
+from everstep.checkpoint.format.values import UnsupportedValue  # noqa: E402
 from everstep.checkpoint.state.flat import Flat, flatten_objects  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
-from everstep.checkpoint.values import UnsupportedValue  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch

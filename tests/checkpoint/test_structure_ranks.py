@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.save import planning
 from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.state.kinds import FromRank, PerRank
 from tests.checkpoint import ranks

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import control, peer_copies
-from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.slots import Claim, Slots, SlotState
+from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.peers import replica_slots
+from everstep.checkpoint.slots.slots import Claim, Slots, SlotState
+from everstep.checkpoint.writer import control
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
 from tests.checkpoint.writers import SIZES, Node, Site, until
@@ -110,4 +111,4 @@ def test_fewer_copies_of_another_node_are_kept_when_a_newer_one_has_come(site: S
     first.save(newer)
     first.report("copied")
     assert second.copies() == [newer]
-    assert numbers(peer_copies.open_peer_copies(second.directory)) == [0]
+    assert numbers(replica_slots.open_peer_copies(second.directory)) == [0]

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint import planning  # noqa: E402
+from everstep.checkpoint.save import planning  # noqa: E402
 from everstep.checkpoint.state.loaded import is_dtensor  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402

@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import everstep  # noqa: E402
-from everstep.checkpoint.best import KeepBest  # noqa: E402
+from everstep.checkpoint.catalog.best import KeepBest  # noqa: E402
+from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, verify_and_mark  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, UnknownFormat  # noqa: E402
-from everstep.checkpoint.pruning import prune_by_hand  # noqa: E402
+from everstep.checkpoint.retention.pruning import prune_by_hand  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
-from everstep.checkpoint.verification import VerifiedCheckpoints, verify_and_mark  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.builders import newer  # noqa: E402
 from tests.checkpoint.sessions import Model, session, steps_in  # noqa: E402

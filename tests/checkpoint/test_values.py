@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.values import UnsupportedValue, pack_value, unpack_value
+from everstep.checkpoint.format.values import UnsupportedValue, pack_value, unpack_value
 
 scalars = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False)
 names = st.text() | st.integers() | st.booleans() | st.tuples(st.integers())

@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import commit
-from everstep.checkpoint.candidates import list_candidates, read_index, verify_checkpoint, verify_node
+from everstep.checkpoint.catalog.candidates import list_candidates, read_index, verify_checkpoint, verify_node
+from everstep.checkpoint.catalog.verification import (
+    VerifiedCheckpoints,
+    list_unverified_nodes,
+    mark_node,
+    verify_and_mark,
+)
 from everstep.checkpoint.errors import CheckpointError, Damaged
-from everstep.checkpoint.keys import VERIFIED, Key
-from everstep.checkpoint.retention import prune_store, prune_verified
+from everstep.checkpoint.format.keys import VERIFIED, Key
+from everstep.checkpoint.publish import commit
+from everstep.checkpoint.retention.retention import prune_store, prune_verified
 from everstep.checkpoint.store.base import Store
-from everstep.checkpoint.verification import VerifiedCheckpoints, list_unverified_nodes, mark_node, verify_and_mark
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.writers import Site, until
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import control
-from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
-from everstep.checkpoint.control import WriterConfig, WriterLost
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import Attempt
-from everstep.checkpoint.slots import Claim, Slots, SlotState
+from everstep.checkpoint.format.keys import Attempt
+from everstep.checkpoint.slots.slots import Claim, Slots, SlotState
+from everstep.checkpoint.writer import control
+from everstep.checkpoint.writer.control import WriterConfig, WriterLost
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
 from tests.checkpoint.writers import PATIENCE, SIZES, Site, until
@@ -221,7 +221,7 @@ def test_the_first_save_of_a_run_waits_until_a_process_that_restores_has_read_it
     node.report("saved")
     program = f"""
 from pathlib import Path
-from everstep.checkpoint.slots import Slots
+from everstep.checkpoint.slots.slots import Slots
 with Slots(Path({str(node.directory)!r}))[1].reading():
     print("reads", flush=True)
     input()

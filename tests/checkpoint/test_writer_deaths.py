@@ -12,11 +12,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from everstep.checkpoint import control, save
-from everstep.checkpoint.control import WriterLink, WriterLost
 from everstep.checkpoint.events import CheckpointEvent
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.save import WriterConnection
+from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.save import saver
+from everstep.checkpoint.save.saver import WriterConnection
+from everstep.checkpoint.writer import control
+from everstep.checkpoint.writer.control import WriterLink, WriterLost
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, claim, session, steps_in, train
 from tests.checkpoint.writers import until
@@ -60,7 +61,7 @@ def test_a_writer_that_is_killed_before_it_tells_of_a_commit_is_followed_by_one_
         return found
 
     monkeypatch.setattr(WriterLink, "reports", lose_report)
-    monkeypatch.setattr(save, "_AGAIN", 0.1)
+    monkeypatch.setattr(saver, "_AGAIN", 0.1)
     told: list[Key | None] = []
     model = Model()
     with session(folder, every_steps=2, policy=policy, keep_last=10) as ckpt:

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import control, slot_files
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.control import WriterLost
+from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import RUN
-from everstep.checkpoint.slots import Claim, SlotState
+from everstep.checkpoint.format.keys import RUN
+from everstep.checkpoint.slots import slot_files
+from everstep.checkpoint.slots.slots import Claim, SlotState
 from everstep.checkpoint.store.base import open_store
-from everstep.checkpoint.writer import Writer
+from everstep.checkpoint.writer import control
+from everstep.checkpoint.writer.control import WriterLost
+from everstep.checkpoint.writer.writer import Writer
 from tests.checkpoint.builders import key
 from tests.checkpoint.writers import PATIENCE, Node, Site, until
 
@@ -205,7 +206,7 @@ def of_another_process(node: Node, local: int) -> subprocess.Popen[bytes]:
     script = (
         "import json, sys, time\n"
         "from pathlib import Path\n"
-        "from everstep.checkpoint.control import WriterConfig, WriterLink\n"
+        "from everstep.checkpoint.writer.control import WriterConfig, WriterLink\n"
         "link = WriterLink.connect(Path(sys.argv[1]))\n"
         "link.hello(WriterConfig(**json.loads(sys.argv[2])), int(sys.argv[3]))\n"
         "print('there', flush=True)\n"

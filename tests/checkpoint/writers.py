@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import control, peer_copies
-from everstep.checkpoint.candidates import verify_checkpoint
-from everstep.checkpoint.control import WriterConfig
-from everstep.checkpoint.keys import RUN, Key
-from everstep.checkpoint.slots import Slots
+from everstep.checkpoint.catalog.candidates import verify_checkpoint
+from everstep.checkpoint.format.keys import RUN, Key
+from everstep.checkpoint.peers import replica_slots
+from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.writer import control
+from everstep.checkpoint.writer.control import WriterConfig
 from tests.checkpoint.slot_builders import content, fill
 
 SIZES = [300_000, 9_000]
@@ -55,7 +56,7 @@ class Node:
 
     def copies(self) -> list[Key]:
         """Return the keys of the checkpoints of which this node keeps a whole copy, newest first."""
-        return [manifest.key for _, manifest in peer_copies.open_peer_copies(self.directory).whole()]
+        return [manifest.key for _, manifest in replica_slots.open_peer_copies(self.directory).whole()]
 
     def begin(self, key: Key) -> int:
         numbers = {link.call("begin", key=str(key)) for link in self.links}

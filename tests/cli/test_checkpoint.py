@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.keys import Key
+from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.catalog.verification import verify_and_mark
+from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.verification import verify_and_mark
 from tests.checkpoint.builders import Training, key
 from tests.cli.command import Done
 

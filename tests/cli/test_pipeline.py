@@ -109,7 +109,7 @@ def test_simulate_compares(everstep: Everstep, plan: Path) -> None:
         (("show", "graph.json"), 1, "graph.json: not a plan of everstep"),
         (("simulate", "plan.json", "--speeds", "1,0"), 2, "--speeds: '1,0'"),
         (("simulate", "plan.json", "--speeds", "1,1,1"), 1, "speeds: 3 for 2 ranks"),
-        (("simulate", "plan.json", "--schedule", "zb-v"), 1, "zb-v: is for two stages"),
+        (("simulate", "plan.json", "--schedule", "zb-v"), 1, "zb-v: is for 2 stages"),
         (("simulate", "plan.json", "--schedule", "half.txt"), 1, "schedule half: rank 0: 0B1 is missing"),
         (("plan", "graph.json", "--ranks", "2", "--schedule", "binary"), 1, "binary: no text"),
     ],

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info  # noqa: E402
 
 import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
+from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 

@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
+from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from everstep.data import Sampler  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402

@@ -21,7 +21,7 @@ from torch.utils.data import (  # noqa: E402
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
+from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402

@@ -70,7 +70,7 @@ def _text() -> Any:
 
 
 def _inside(rank: int) -> dict[str, Any]:
-    from everstep.pipeline import pipeline
+    from everstep.pipeline import EngineOptions, PlanOptions, pipeline
 
     ids, labels = _text()
     batch = {"input_ids": ids, "labels": labels}
@@ -78,10 +78,10 @@ def _inside(rank: int) -> dict[str, Any]:
         _gpt2(),
         batch,
         lambda output, labels: output["loss"],
-        loss_weight=lambda output, labels: (labels[:, 1:] != -100).sum(),
         stages=2,
         microbatches=3,
-        costs="counted",
+        plan=PlanOptions(costs="counted"),
+        engine=EngineOptions(loss_weight=lambda output, labels: (labels[:, 1:] != -100).sum()),
     ) as piped:
         loss = piped.step(batch, labels).loss
         return {"": loss, **{name: each.grad for name, each in piped.named_parameters()}}

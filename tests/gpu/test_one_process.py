@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from everstep.checkpoint.device_staging import choose_staging
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.pinning import PinnedMemory
+from everstep.checkpoint.save.device_staging import choose_staging
+from everstep.checkpoint.save.pinning import PinnedMemory
 from everstep.checkpoint.state.steps import STEPS
 from tests.gpu.trainings import KIND, Training, assert_same, devices, restored, session, slots_folder
 

@@ -68,7 +68,7 @@ def test_a_rank_that_sees_one_gpu_only(tmp_path: Path) -> None:
 def test_the_agent_reads_all_gpus_of_the_driver() -> None:
     """By the query that it gives to the image's Python, on the real library."""
     pytest.importorskip("pynvml", reason="install nvidia-ml-py: the agent's query of GPUs was not tried")
-    from everstep.agent import gpu
+    from everstep.agent.system import gpu
 
     held: Any = torch.ones(1, device="cuda")
     ran = subprocess.run([sys.executable, "-c", gpu._QUERY], capture_output=True, text=True, timeout=60, check=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep import agent_zip
-from everstep.agent.auth import job_token
+from everstep.agent.wire.auth import job_token
 from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.client import Client, load_credentials
 from everstep_operator.settings import OperatorSettings
 from tests.integration.world import FakeLeader, World

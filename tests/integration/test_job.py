@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from e2e.cluster.controlplane import ControlPlane
-from everstep.agent.auth import job_token
+from everstep.agent.wire.auth import job_token
 from everstep_operator.cluster.resources import CONFIG_MAPS, PODS, SECRETS, SERVICES
 from tests.integration.conftest import KEY
 from tests.integration.inprocess import operator

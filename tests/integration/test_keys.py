@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.auth import job_token
+from everstep.agent.wire.auth import job_token
 from everstep_operator.cluster.resources import CONFIG_MAPS, SECRETS
 from tests.integration.conftest import KEY
 from tests.integration.inprocess import Simulation

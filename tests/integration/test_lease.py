@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.clock import read_boottime
+from everstep.agent.system.clock import read_boottime
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.lease import LeaseLost, OperatorLease
 from everstep_operator.cluster.resources import LEASES

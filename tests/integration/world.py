@@ -20,7 +20,7 @@ from aiohttp import web
 
 from e2e.cluster.ports import free_ports
 from e2e.harness import PATIENCE
-from everstep.agent import auth
+from everstep.agent.wire import auth
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, ApiResource

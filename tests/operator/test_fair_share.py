@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from everstep_operator.app import Operator
-from everstep_operator.cluster.act import ActionExecutor, JobRef
-from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.clock import ServerClock
+from everstep_operator.cluster.action_executor import ActionExecutor, JobRef
+from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.fair_share import SLOW_SECONDS, FairSemaphore, FairShare
-from everstep_operator.cluster.queue import DelayQueue, WorkQueue
+from everstep_operator.cluster.server_clock import ServerClock
+from everstep_operator.cluster.work_queue import DelayQueue, WorkQueue
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.settings import OperatorSettings
 from tests.integration.world import until

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.agent.budget import MAX_HISTORY_ENTRIES
-from everstep.agent.leader import MAX_HISTORY_TAILS
-from everstep.agent.members import GPUS_NAMED
-from everstep.agent.protocol import MESSAGE_CHARS, TAIL_CHARS, TAIL_LINES, EndedGeneration
+from everstep.agent.leader.leader_state import MAX_HISTORY_TAILS
+from everstep.agent.leader.members import GPUS_NAMED
+from everstep.agent.leader.restart_allowance import MAX_HISTORY_ENTRIES
+from everstep.agent.wire.protocol import MESSAGE_CHARS, TAIL_CHARS, TAIL_LINES, EndedGeneration
 from everstep_operator.cluster import leader_answer
 from everstep_operator.cluster.leader_answer import MAX_BYTES, ImplausibleAnswer, max_bytes, parse_answer
 

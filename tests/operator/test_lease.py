@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.clock import read_boottime
+from everstep.agent.system.clock import read_boottime
 from everstep_operator.cluster.lease import LeaseLost, OperatorLease
 
 

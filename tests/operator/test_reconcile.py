@@ -11,15 +11,15 @@ import pytest_asyncio
 from everstep_operator.api.status import Cause, LastFailure, Phase, TemplateStatus, TrainingJobStatus
 from everstep_operator.app import REPORTED_FAILURES
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.act import ActionExecutor
-from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.action_executor import ActionExecutor
+from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache, Key
-from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.gangs import WaitingGangs
-from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.cluster.nodes import NodeDirectory
-from everstep_operator.cluster.queue import WorkQueue
-from everstep_operator.plan.observed import GangView, PlanSettings
+from everstep_operator.cluster.frozen_templates import FrozenTemplates
+from everstep_operator.cluster.leader_poller import LeaderPoller
+from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.waiting_gangs import WaitingGangs
+from everstep_operator.cluster.work_queue import WorkQueue
+from everstep_operator.plan.observation import GangView, PlanSettings
 from everstep_operator.reconcile import Reconciler
 from tests.builders import CREATED, job
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache
 from everstep_operator.cluster.client import ListPage
-from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.resources import NODES, PODS
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.plan import template
-from everstep_operator.plan.observed import FrozenTemplate, PlanSettings
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.observation import PlanSettings
 from tests.builders import job
 
 

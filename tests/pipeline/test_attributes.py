@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -62,7 +62,13 @@ def _changed(rank: int) -> list[list[str]]:
     for stage_of in CUTS:
         torch.manual_seed(0)
         model, told = Annealed(), []
-        with pipeline(model, X, squares, stage_of=stage_of, heartbeat=None, costs="counted") as run:
+        with pipeline(
+            model,
+            X,
+            squares,
+            plan=PlanOptions(stage_of=stage_of, costs="counted"),
+            engine=EngineOptions(heartbeat=None),
+        ) as run:
             for path, name, value, _ in CHANGES:
                 holder = model.get_submodule(path)
                 before = getattr(holder, name)

@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -50,7 +51,12 @@ def _cut(rank: int) -> list[dict[str, Any]]:
     found = []
     for stage_of in CUTS:
         with pipeline(
-            model(), X, squared, stage_of=stage_of, microbatches=2, precision="bf16", costs="counted", heartbeat=None
+            model(),
+            X,
+            squared,
+            microbatches=2,
+            plan=PlanOptions(stage_of=stage_of, costs="counted"),
+            engine=EngineOptions(precision="bf16", heartbeat=None),
         ) as run:
             run.step(X, TARGET)
             found.append({name: each.grad for name, each in run.named_parameters()})
@@ -71,14 +77,14 @@ def test_a_cut_takes_the_types_that_one_process_has_under_autocast() -> None:
 def _entered(rank: int) -> list[str]:
     told = []
     how: dict[str, Any] = {"stage_of": {"2": 1}, "microbatches": 2, "costs": "counted", "heartbeat": None}
-    with pipeline(model(), X, squared, **how) as run:
+    with pipeline(model(), X, squared, **group_options(**how)) as run:
         for act in (run.step, run.evaluate):
             with torch.autocast("cpu", torch.bfloat16), pytest.raises(PipelineError) as caught:
                 act(X, TARGET)
             told.append(str(caught.value))
         run.step(X, TARGET)  # nothing was begun
     with torch.autocast("cpu", torch.bfloat16):
-        run = pipeline(model(), X, squared, **how)
+        run = pipeline(model(), X, squared, **group_options(**how))
     with run:
         with pytest.raises(PipelineError) as caught:
             run.step(X, TARGET)
@@ -92,5 +98,5 @@ def test_a_step_under_another_autocast_than_the_call_is_refused_with_what_to_do(
     for step, evaluation, outside in ranks.run(2, _entered):
         assert "the step is inside torch.autocast with torch.bfloat16, but pipeline() was called outside of" in step
         assert step == evaluation
-        assert "precision='bf16'" in step
+        assert "EngineOptions(precision='bf16')" in step
         assert "the step is outside of torch.autocast, but pipeline() was called inside torch.autocast with" in outside

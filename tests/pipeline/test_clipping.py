@@ -16,6 +16,7 @@ from everstep.pipeline.engine.clipping import sum_of_powers  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.inprocess import Fabric  # noqa: E402
 from tests.pipeline.models import CASES, next_words, squares  # noqa: E402
 from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa: E402
@@ -97,10 +98,10 @@ def _refused(rank: int) -> tuple[list[str], list[float]]:
         (Casting(torch.float16), "full"),
     ):
         with pytest.raises(PipelineError) as caught:
-            pipeline(model, x, squares, precision=precision, **how)
+            pipeline(model, x, squares, **group_options(precision=precision, **how))
         told.append(str(caught.value))
     torch.manual_seed(0)
-    with pipeline(Casting(torch.bfloat16), x, squares, **how) as run:
+    with pipeline(Casting(torch.bfloat16), x, squares, **group_options(**how)) as run:
         with torch.autocast("cpu", dtype=torch.float16), pytest.raises(PipelineError) as caught:
             run.step(x, x)
         told.append(str(caught.value))

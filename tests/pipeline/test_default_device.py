@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -26,7 +27,7 @@ def _trains(rank: int, costs: Any, default: str) -> list[float]:
     x, y = torch.rand(8, 4), torch.rand(8, 4)
     torch.set_default_device(default)
     usual: dict[str, Any] = {"microbatches": 2, "stages": 2, "heartbeat": 60.0, "device": "cpu"}
-    with pipeline(model, x, squares, targets=y, costs=costs, precision="bf16", **usual) as run:
+    with pipeline(model, x, squares, targets=y, **group_options(costs=costs, precision="bf16", **usual)) as run:
         optimizer = torch.optim.SGD(run.groups(), lr=0.1)
         losses = []
         for _ in range(2):

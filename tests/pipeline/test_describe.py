@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.describe import describe_callable, describe_model  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -97,7 +97,16 @@ def _meets(rank: int) -> list[str]:
         mine = kinds[rank]
         of, loss = (mine, squares) if isinstance(mine, nn.Sequential) else (model(), mine)
         with pytest.raises(PipelineError) as caught:
-            pipeline(of, X, loss, targets=Y, costs="counted", schedule="1f1b", microbatches=2, heartbeat=60.0)
+            pipeline(
+                of,
+                X,
+                loss,
+                targets=Y,
+                schedule="1f1b",
+                microbatches=2,
+                plan=PlanOptions(costs="counted"),
+                engine=EngineOptions(heartbeat=60.0),
+            )
         told.append(str(caught.value))
     return told
 

@@ -11,6 +11,7 @@ import pytest
 from everstep.pipeline.graph import Edge, Link, Stage, StageGraph, make_chain_graph, make_uniform_links
 from everstep.pipeline.schedules import (
     NAMES,
+    SCHEDULES,
     lower_schedule,
     make_schedule,
     render_html,
@@ -99,6 +100,14 @@ def test_the_page_shows_what_the_tool_draws() -> None:
     for name, stages, ranks, microbatches, drawn in shown:
         schedule = make_schedule(name, int(stages), int(ranks), int(microbatches))
         assert drawn == render_text(simulate_schedule(schedule, make_chain_graph([Stage()] * int(stages))), 120)
+
+
+def test_the_page_has_the_table_of_schedules() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| (.*?) \| (.*?) \| (.*?) \|$", EXPLANATION, re.MULTILINE)
+    stages = {None: "any multiple of p", 1: "p"}
+    assert rows == [
+        (each.name, each.bubble, each.held, stages.get(each.chunks, f"{each.chunks}p")) for each in SCHEDULES
+    ]
 
 
 def test_the_pages_example_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

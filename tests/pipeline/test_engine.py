@@ -257,7 +257,7 @@ def test_a_value_whose_shape_depends_on_data_is_refused_until_it_is_named() -> N
     options = EngineOptions(dynamic=frozenset({"kept"}))
     assert Fabric(2).run(work)[1] == [3.0, 1.0]
     options = EngineOptions()
-    with pytest.raises(PipelineError, match=r"value 'kept' .* name it in dynamic="):
+    with pytest.raises(PipelineError, match=r"value 'kept' .* name it in EngineOptions.dynamic"):
         Fabric(2).run(work)
 
 

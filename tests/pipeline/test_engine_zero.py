@@ -25,6 +25,7 @@ from everstep.pipeline.engine.zero import ShardedOptimizer, assign_owners
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Transport
 from tests.checkpoint import ranks
+from tests.pipeline.grouping import group_options
 from tests.pipeline.inprocess import Fabric, InProcess
 from tests.pipeline.models import CASES, slice_batch, squares
 from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, optimizer_of, piped, share
@@ -226,7 +227,7 @@ def _traffic(rank: int, replicas: int) -> tuple[float, float, float]:
     """
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
     x = torch.ones(4, 256)
-    with pipeline(model, x, squares, stages=1, data_parallel=replicas, microbatches=1, **QUICK) as run:
+    with pipeline(model, x, squares, stages=1, microbatches=1, **group_options(data_parallel=replicas, **QUICK)) as run:
         size = sum(each.nbytes for each in run.parameters())
         before = _sent()
         run.step(x, x)
@@ -254,7 +255,9 @@ def test_gradients_for_their_keepers_and_new_values_are_each_half_of_what_sums_f
 def _clipped(rank: int) -> tuple[list[float], dict[str, Any], int]:
     """The norms of some steps that `run` clips, the weights after them, and how many parameters are kept here."""
     case, norms = CASES["gpt"], []
-    with pipeline(case.build(), case.example(8).inputs, case.loss, stages=2, microbatches=2, **QUICK) as run:
+    with pipeline(
+        case.build(), case.example(8).inputs, case.loss, stages=2, microbatches=2, **group_options(**QUICK)
+    ) as run:
         sharded = ShardedOptimizer(run.engine, lambda named: torch.optim.SGD(named.values(), lr=1.0, momentum=0.9))
         for step in range(3):
             start, stop = compute_bounds(8, run.replicas)[run.replica]

@@ -18,6 +18,7 @@ from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -119,7 +120,7 @@ def test_what_is_padded_to_a_multiple_is_cut() -> None:
 def _other_length(rank: int) -> str:
     torch.manual_seed(0)
     how: dict[str, Any] = {"stage_of": {"two": 1}, "heartbeat": None, "costs": "counted"}
-    with pipeline(Model(NUMBERS["int"]), made(5, 4), squares, **how) as run:
+    with pipeline(Model(NUMBERS["int"]), made(5, 4), squares, **group_options(**how)) as run:
         run.step(made(5, 4), made(5, 4))
         with pytest.raises(PipelineError) as caught:
             run.step(made(7, 4), made(7, 4))

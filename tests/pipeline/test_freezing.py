@@ -12,12 +12,13 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.engine.zero import ShardedOptimizer  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.schedules import parse_schedule  # noqa: E402
 from everstep.pipeline.transport.base import Transport, TransportError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.inprocess import Fabric  # noqa: E402
 from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa: E402
 
@@ -69,9 +70,12 @@ def _frozen(rank: int) -> list[list[dict[str, Any]]]:
     found = []
     for how in RUNS:
         with pipeline(
-            layers(), batch(0, 8), squared, stage_of={"0": 0, "1": 0, "2": 1, "3": 1}, microbatches=2, costs="counted",
-            heartbeat=None, **how,
-        ) as run:  # fmt: skip
+            layers(),
+            batch(0, 8),
+            squared,
+            microbatches=2,
+            **group_options(stage_of={"0": 0, "1": 0, "2": 1, "3": 1}, costs="counted", heartbeat=None, **how),
+        ) as run:
             optimizer, states = torch.optim.AdamW(run.groups(), lr=0.1), []
             for step, (learning, samples) in enumerate(PHASES):
                 freeze(run, learning)
@@ -107,7 +111,7 @@ def _refused(rank: int) -> list[str]:
     """Return the messages where parameters cannot be frozen."""
     how: dict[str, Any] = {"stage_of": {"0": 0, "1": 0, "2": 1, "3": 1}, "costs": "counted", "heartbeat": None}
     told, x = [], batch(0, 8)
-    with pipeline(layers(), x, squared, **how) as run:
+    with pipeline(layers(), x, squared, **group_options(**how)) as run:
         run.step(x, x, last=False)
         freeze(run, ("3.",))
         for _ in range(2):  # nothing was begun: it may be put right
@@ -118,7 +122,7 @@ def _refused(rank: int) -> list[str]:
         run.step(x, x)
     model = layers()
     freeze(model, ("3.",))
-    with pipeline(model, x, squared, **how) as run:
+    with pipeline(model, x, squared, **group_options(**how)) as run:
         run.step(x, x)
         freeze(run, ("2.", "3."))
         told.append(str(run.step(x, x).count))  # a part of the graph that has gradients all the same
@@ -198,9 +202,14 @@ def _planned(rank: int, path: str) -> list[tuple[Any, ...]]:
         model = layers()
         freeze(model, (learning,))
         with pipeline(
-            model, batch(0, 8), squared, schedule="1f1b", microbatches=2, costs="counted", heartbeat=None,
-            plan_file=path,
-        ) as run:  # fmt: skip
+            model,
+            batch(0, 8),
+            squared,
+            schedule="1f1b",
+            microbatches=2,
+            plan=PlanOptions(costs="counted", file=path),
+            engine=EngineOptions(heartbeat=None),
+        ) as run:
             run.step(batch(0, 8), batch(1, 8))
             learned = sum(each.grad is not None for each in run.parameters())
             frozen = sum(node.frozen for node in run.plan.profile.graph.nodes)
@@ -223,9 +232,14 @@ def test_a_kept_plan_counts_what_is_frozen_today(tmp_path: Path) -> None:
 
 def _by_hand(rank: int) -> tuple[float, int]:
     with pipeline(
-        layers(), batch(0, 8), squared, stage_of={"0": 0, "1": 0, "2": 1, "3": 1}, schedule="1f1b", microbatches=2,
-        costs="counted", heartbeat=None, optimizer_words=1.0,
-    ) as run:  # fmt: skip
+        layers(),
+        batch(0, 8),
+        squared,
+        schedule="1f1b",
+        microbatches=2,
+        plan=PlanOptions(stage_of={"0": 0, "1": 0, "2": 1, "3": 1}, costs="counted", optimizer_words=1.0),
+        engine=EngineOptions(heartbeat=None),
+    ) as run:
         more = replace(run.plan, words=3.0).predict()
         return run.plan.words, sum(more.memory) - sum(run.plan.prediction.memory)
 
@@ -236,9 +250,14 @@ def _too_large(rank: int) -> list[str]:
     for schedule in ("1f1b", None, written):
         with pytest.raises(PipelineError) as caught:
             pipeline(
-                layers(), batch(0, 8), squared, stage_of={"2": 1}, schedule=schedule, microbatches=2, costs="counted",
-                heartbeat=None, memory=100,
-            )  # fmt: skip
+                layers(),
+                batch(0, 8),
+                squared,
+                schedule=schedule,
+                microbatches=2,
+                plan=PlanOptions(stage_of={"2": 1}, costs="counted", memory=100),
+                engine=EngineOptions(heartbeat=None),
+            )
         told.append(str(caught.value))
     return told
 

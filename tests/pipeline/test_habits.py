@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.engine.nested import tensors_of  # noqa: E402
 from everstep.pipeline.engine.stage import why_not_split  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
@@ -25,6 +25,7 @@ from everstep.pipeline.frontend.split import node_modules, split_model  # noqa: 
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.profile import measure_graph  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -106,7 +107,7 @@ def _counted(rank: int, habit: Callable[[Any, Any], Any], recompute: bool) -> di
     torch.manual_seed(0)
     model, x = Net(habit, inside=habit is not counts), torch.ones(8, 4, dtype=torch.float64)
     how: dict[str, Any] = {"stage_of": {"one": 0, "two": 1}, "heartbeat": None, "microbatches": 4}
-    run = pipeline(model, x, squares_to, recompute=recompute, costs="counted", check=False, **how)
+    run = pipeline(model, x, squares_to, **group_options(recompute=recompute, costs="counted", check=False, **how))
     run.step(x, x)
     return {name: each.grad for name, each in run.named_parameters() if each.grad is not None} | dict(
         run.named_buffers()
@@ -289,7 +290,7 @@ def test_an_argument_that_is_needed_and_none_is_refused() -> None:
 
 def test_an_argument_without_samples_is_named_and_is_of_any_size() -> None:
     model, table = Choosing(), torch.ones(5, dtype=torch.float64)
-    with pytest.raises(Untraceable, match="in whole="):
+    with pytest.raises(Untraceable, match=r"in EngineOptions\.whole"):
         trace_model(model, {**X, "table": table})
     stages = split_model(trace_model(model, {**X, "table": table}, ["table"]), {"two": 1})
     for length in (5, 3, 7):
@@ -314,14 +315,20 @@ def test_a_result_that_cannot_be_followed_is_named() -> None:
 def _told(rank: int) -> list[str]:
     """Return the messages of each rank, of which only one is given a value that does not fit."""
     model = Choosing().train()
-    run = pipeline(model, {**X, "scale": 2.0}, squares_to, heartbeat=None, stage_of={"one": 0, "two": 1})
+    run = pipeline(
+        model,
+        {**X, "scale": 2.0},
+        squares_to,
+        plan=PlanOptions(stage_of={"one": 0, "two": 1}),
+        engine=EngineOptions(heartbeat=None),
+    )
     with pytest.raises(PipelineError) as changed:
         run.step({**X, "scale": 2.0 if rank else 3.0}, X["x"])
     with pytest.raises(PipelineError) as lacking:
         run.step({**X, "scale": 2.0})
     run.step({**X, "scale": 2.0}, X["x"])
     with pytest.raises(PipelineError) as refused:
-        pipeline(model, X, WithParameters(), heartbeat=None)
+        pipeline(model, X, WithParameters(), engine=EngineOptions(heartbeat=None))
     return [str(each.value) for each in (changed, lacking, refused)]
 
 
@@ -378,7 +385,7 @@ def _recomputed(rank: int, schedule: str, other: str) -> list[dict[str, Any]]:
     for way in ("kept", other):
         torch.manual_seed(0)
         how: dict[str, Any] = {"stage_of": {"blocks.0": 0, "blocks.1": 1}, "heartbeat": None, "microbatches": 2}
-        run = pipeline(Recomputing(way), x, squares_to, schedule=schedule, **how)
+        run = pipeline(Recomputing(way), x, squares_to, schedule=schedule, **group_options(**how))
         for _ in range(2):
             run.step(x, x)
         found.append({name: each.grad.clone() for name, each in run.named_parameters()} | dict(run.named_buffers()))

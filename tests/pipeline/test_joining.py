@@ -17,11 +17,12 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import joining, pipeline, prepare, session  # noqa: E402
+from everstep.pipeline import building, joining, pipeline, prepare  # noqa: E402
 from everstep.pipeline.engine.heartbeat import PipelineRankLost  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.schedules import parse_schedule  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -37,7 +38,7 @@ def model(width: int = 4) -> Any:
 
 def made(loss: Any = squares, of: Any = None, **how: Any) -> Any:
     usual: dict[str, Any] = {"costs": "counted", "schedule": "1f1b", "microbatches": 2, "heartbeat": TIMEOUT}
-    return pipeline(model() if of is None else of, X, loss, **usual | {"timeout": 60.0} | how)
+    return pipeline(model() if of is None else of, X, loss, **group_options(**usual | {"timeout": 60.0} | how))
 
 
 def _otherwise(rank: int) -> list[str]:
@@ -64,9 +65,7 @@ def test_processes_that_call_it_in_different_ways_are_all_told_how_they_differ()
     here, there = ranks.run(2, _otherwise)
     assert here == there
     clip, seed, stages, shapes, modes, heartbeat, weights = here
-    assert clip == (
-        "the ranks do not agree on clip: 1.0 on rank 0, not given on rank 1; all must call pipeline() alike"
-    )
+    assert clip == ("the ranks do not agree on clip: 1.0 on rank 0, None on rank 1; all must call pipeline() alike")
     assert "seed: 1 on rank 0, 2 on rank 1" in seed
     assert "stages: 2 on rank 0, 1 on rank 1" in stages
     assert "the model's parameters" in shapes
@@ -78,7 +77,6 @@ def test_processes_that_call_it_in_different_ways_are_all_told_how_they_differ()
 def _refused(rank: int) -> list[str]:
     told = []
     cases: list[dict[str, Any]] = [
-        {"clipp": 1.0},
         {"schedule": parse_schedule("0F0 0F1 0B0\n1F0 1F1 1B0 1B1")},
         {"schedule": parse_schedule("0F0 1F0 1B0 0B0\n-")},
         {"schedule": parse_schedule("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")},
@@ -90,11 +88,10 @@ def _refused(rank: int) -> list[str]:
     return told
 
 
-def test_schedules_and_options_that_cannot_be_are_refused_with_what_is_wrong() -> None:
+def test_schedules_that_cannot_be_are_refused_with_what_is_wrong() -> None:
     here, there = ranks.run(2, _refused)
     assert here == there
-    option, lacking, idle, stuck = here
-    assert option.startswith("pipeline() has no argument 'clipp'; options are ahead, broadcast, bucket, clip,")
+    lacking, idle, stuck = here
     assert lacking == "schedule file: rank 0: 0B1 is missing"
     assert idle == "schedule file: rank 1 has no stage; each must have one"
     assert "comes to a stand: rank 0 at 0B0 (action 1) waits for" in stuck
@@ -124,7 +121,7 @@ def test_pipelines_one_after_another_leave_nothing_open() -> None:
 
 def _kept(rank: int, path: str) -> list[Any]:
     def plan_of(**how: Any) -> Any:
-        with made(plan_file=path if rank == 0 else None, schedule=None, microbatches=None, **how) as run:
+        with made(file=path if rank == 0 else None, schedule=None, microbatches=None, **how) as run:
             return run.plan
 
     first = plan_of()
@@ -230,7 +227,7 @@ def _stands_still(rank: int, where: str, notes: str) -> tuple[int, float]:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if rank == 1:
-        setattr({"measure_graph": prepare, "materialise_stages": session}[where], where, act)
+        setattr({"measure_graph": prepare, "materialise_stages": building}[where], where, act)
     with pytest.raises(PipelineRankLost) as caught:
         made(costs="measured")
     pid, then = Path(notes).read_text().split()

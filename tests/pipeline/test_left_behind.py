@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.left_behind import WatchedLoss, check_left_behind  # noqa: E402
@@ -114,7 +114,8 @@ def _train(rank: int, kind: str, head: int, with_targets: bool) -> str:
     model = Experts(kind)
     options: dict[str, Any] = {"targets": X} if with_targets else {}
     try:
-        with pipeline(model, X, loss_of(model), stage_of={"head": head, "two": 1}, costs="counted", **options) as run:
+        plan = PlanOptions(stage_of={"head": head, "two": 1}, costs="counted")
+        with pipeline(model, X, loss_of(model), plan=plan, **options) as run:
             return f"{run.step(X, X).loss:.10f}"
     except PipelineError as error:
         return str(error)

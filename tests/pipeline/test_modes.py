@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -82,7 +83,12 @@ def _trained(rank: int) -> list[dict[str, Any]]:
     )
     for middle, how in cases:
         with pipeline(
-            model(middle), X, squared, targets=X, microbatches=2, costs="counted", heartbeat=None, **how
+            model(middle),
+            X,
+            squared,
+            targets=X,
+            microbatches=2,
+            **group_options(costs="counted", heartbeat=None, **how),
         ) as run:
             for again in (False, True):
                 if again:
@@ -113,9 +119,14 @@ def _set_by_hand(rank: int) -> float:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 4)).double().train()
     with pipeline(
-        plain, X, squared, stage_of={"1.layer": 1, "1:mul": 2, "2": 3}, schedule="interleaved", microbatches=2,
-        costs="counted", heartbeat=None,
-    ) as run:  # fmt: skip
+        plain,
+        X,
+        squared,
+        schedule="interleaved",
+        microbatches=2,
+        plan=PlanOptions(stage_of={"1.layer": 1, "1:mul": 2, "2": 3}, costs="counted"),
+        engine=EngineOptions(heartbeat=None),
+    ) as run:
         for name, each in run.named_modules():
             if name.startswith("1"):
                 each.eval()

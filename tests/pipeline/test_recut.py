@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, LayoutOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
@@ -58,8 +58,17 @@ def _in_one_process(model: nn.Module, *cuts: Any) -> list[float]:
     return losses
 
 
-def _cut(model: nn.Module, stage_of: dict[str, int]) -> Any:
-    return pipeline(model, X, squares, stage_of=stage_of, heartbeat=None, costs="counted", microbatches=1)
+def _cut(model: nn.Module, stage_of: dict[str, int], weights: Any = None) -> Any:
+    plan = PlanOptions(stage_of=stage_of, costs="counted")
+    return pipeline(
+        model,
+        X,
+        squares,
+        microbatches=1,
+        plan=plan,
+        layout=LayoutOptions(weights=weights),
+        engine=EngineOptions(heartbeat=None),
+    )
 
 
 def _cut_elsewhere(rank: int, without_data: bool) -> Any:
@@ -70,9 +79,7 @@ def _cut_elsewhere(rank: int, without_data: bool) -> Any:
             model = Net()
     made, losses = [], []
     for stage_of, batches in (({"head": 1}, BATCHES[:2]), ({"two": 1}, BATCHES[2:4]), ({"norm": 1}, BATCHES[4:])):
-        with pipeline(
-            model, X, squares, stage_of=stage_of, heartbeat=None, costs="counted", microbatches=1, weights=state
-        ) as run:
+        with _cut(model, stage_of, state) as run:
             losses += _train(run, batches)
             made.append({name: each.detach().clone() for name, each in run.state_dict().items() if "extra" not in name})
     return losses, made[-1]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from everstep.pipeline import pipeline
 from everstep.pipeline.engine.rng import Random
 from tests.checkpoint import ranks
+from tests.pipeline.grouping import group_options
 from tests.pipeline.models import squares
 
 pytestmark = pytest.mark.torch
@@ -80,7 +81,9 @@ def _resume(rank: int) -> tuple[list[float], list[float]]:
     state: dict[str, Any] = {}
     for start in (0, 2):
         torch.manual_seed(0)
-        with pipeline(nn.Sequential(*(Block() for _ in range(4))), torch.ones(8, 8), squares, **how) as run:
+        with pipeline(
+            nn.Sequential(*(Block() for _ in range(4))), torch.ones(8, 8), squares, **group_options(**how)
+        ) as run:
             if start:
                 run.load_state_dict(state)
             else:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as f  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.comparison import FirstLook, check_samples  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
@@ -20,6 +20,7 @@ from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.architectures import Mlp  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -109,7 +110,13 @@ MEETING: list[tuple[nn.Module, Any, Any, Callable[..., Any], str]] = [
     (Twins(compares=False), twins(), torch.arange(16), info_nce, "the loss takes them together"),
     (Twins(compares=True), twins(), torch.arange(16), among_all, "they meet in the model"),
     (Twins(compares=False), twins(), torch.arange(16), variance, "the loss takes them together"),
-    (Words(), {"tokens": sentences()[0]}, sentences()[1], mean_of_words, r"give \(sum, count\) or loss_weight="),
+    (
+        Words(),
+        {"tokens": sentences()[0]},
+        sentences()[1],
+        mean_of_words,
+        r"give \(sum, count\) or EngineOptions.loss_weight",
+    ),
     (Words(), {"tokens": sentences()[0]}, sentences()[1], weighted, "counts something else than samples"),
 ]
 
@@ -167,7 +174,9 @@ def _train(rank: int, with_targets: bool) -> str:
     targets = torch.arange(16)
     options: dict[str, Any] = {"targets": targets} if with_targets else {}
     try:
-        run = pipeline(Twins(compares=False), twins(), info_nce, costs="counted", microbatches=2, **options)
+        run = pipeline(
+            Twins(compares=False), twins(), info_nce, microbatches=2, **group_options(costs="counted", **options)
+        )
         run.step(twins(), targets)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -181,7 +190,14 @@ def test_all_ranks_end_with_the_reason(with_targets: bool) -> None:
 
 
 def _train_at_once(rank: int) -> float:
-    run = pipeline(Twins(compares=False), twins(), info_nce, costs="counted", microbatches=1, targets=torch.arange(16))
+    run = pipeline(
+        Twins(compares=False),
+        twins(),
+        info_nce,
+        microbatches=1,
+        targets=torch.arange(16),
+        plan=PlanOptions(costs="counted"),
+    )
     with run:
         return float(run.step(twins(), torch.arange(16)).loss)
 

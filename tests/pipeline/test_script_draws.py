@@ -92,5 +92,5 @@ def test_a_recomputation_draws_the_same_and_draws_nothing_more(name: str) -> Non
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_recomputation_that_gives_something_else_is_refused_with_what_to_do(stage: int) -> None:
-    with pytest.raises(PipelineError, match=rf"stage {stage} gives another value .* out of recompute="):
+    with pytest.raises(PipelineError, match=rf"stage {stage} gives another value .* out of EngineOptions.recompute"):
         gradients(lambda module: torch.rand(1, generator=GLOBAL).item(), frozenset({stage}))

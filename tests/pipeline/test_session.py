@@ -19,7 +19,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.pipeline import pipeline, stage  # noqa: E402
+from everstep.pipeline import EngineOptions, LayoutOptions, pipeline, stage  # noqa: E402
 from everstep.pipeline.engine.heartbeat import PipelineRankLost  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.materialise import Seeded, materialise_stages  # noqa: E402
@@ -29,6 +29,7 @@ from everstep.pipeline.plan import Plan  # noqa: E402
 from everstep.pipeline.transport.base import TransportError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.architectures import Mlp  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.models import CASES, squares  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -91,7 +92,13 @@ def _piped(rank: int, folder: str, stages: int, dies_at: int) -> tuple[int, list
     memory, store = Path(folder, "memory"), Path(folder, "store")
     try:
         with (
-            pipeline(transformer(), text(0)[0], mean, global_batch=BATCH, heartbeat=20.0) as run,
+            pipeline(
+                transformer(),
+                text(0)[0],
+                mean,
+                layout=LayoutOptions(global_batch=BATCH),
+                engine=EngineOptions(heartbeat=20.0),
+            ) as run,
             everstep.checkpointer(store, every_steps=2, policy="wait", memory=memory, linger=5.0) as checkpoints,
         ):
             optimizer, scheduler = optimizer_of(run.groups())
@@ -140,7 +147,7 @@ def _train_under_a_cap(rank: int) -> tuple[list[float], str]:
     whole = sum(parameter.numel() * 4 for parameter in model.parameters())
     resource.setrlimit(resource.RLIMIT_DATA, (used + whole + SPARE, used + whole + SPARE))
     how: dict[str, Any] = {"schedule": "1f1b", "costs": "counted", "optimizer_words": 1.0, "heartbeat": None}
-    with pipeline(model, batch.inputs, squares, memory=int(1.15 * whole), **how) as run:
+    with pipeline(model, batch.inputs, squares, **group_options(memory=int(1.15 * whole), **how)) as run:
         optimizer = torch.optim.SGD(run.groups(), lr=1e-2)
         losses = []
         for _ in range(3):
@@ -168,7 +175,9 @@ def test_a_model_above_the_memory_cap_of_each_rank_is_planned_without_weights_an
 def _tied(rank: int) -> dict[str, Any]:
     case = CASES["gpt"]
     model, batch = case.build(), case.example(8)
-    run = pipeline(model, batch.inputs, case.loss, schedule="zb-h1", microbatches=4, heartbeat=None)
+    run = pipeline(
+        model, batch.inputs, case.loss, schedule="zb-h1", microbatches=4, engine=EngineOptions(heartbeat=None)
+    )
 
     def options(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         return {"weight_decay": 0.0} if len(shape) < 2 else {}
@@ -184,7 +193,7 @@ def _tied(rank: int) -> dict[str, Any]:
     found["loss"] = run.evaluate(batch.inputs, batch.targets).loss
     with pytest.raises(PipelineError, match=r"use run\.step"):
         run(**batch.inputs)
-    with pytest.raises(PipelineError, match="give device="):
+    with pytest.raises(PipelineError, match=r"give LayoutOptions\(device="):
         run.to(torch.float32)
     return found
 
@@ -223,12 +232,12 @@ def _refusals(rank: int) -> list[str]:
         (chain, {"stages": 8, "schedule": "interleaved"}),
         (chain, {"memory": 50}),
         (chain, {"data_parallel": 3}),
-        (chain, {"plan_file": "/nowhere", "plan_from": "file"}),
-        (chain, {"plan_file": f"{__file__}/plan.json"}),
+        (chain, {"file": "/nowhere", "source": "file"}),
+        (chain, {"file": f"{__file__}/plan.json"}),
     ]
     for model, how in cases:
         with pytest.raises(PipelineError) as caught:
-            pipeline(model, x, squares, heartbeat=None, **how)
+            pipeline(model, x, squares, **group_options(heartbeat=None, **how))
         told.append(str(caught.value))
     return told
 
@@ -257,10 +266,11 @@ def _chain(rank: int, folder: str) -> tuple[float, str]:
     with stage(1):
         blocks += [nn.Linear(4, 4)]
     x, y = torch.randn(6, 4), torch.randn(6, 4)
-    how: dict[str, Any] = {"blocks": ["0", "1", "2"], "heartbeat": None, "plan_file": Path(folder, "plan.json")}
-    run = pipeline(nn.Sequential(*blocks), x, squares, **how)
+    how: dict[str, Any] = {"blocks": ["0", "1", "2"], "heartbeat": None, "file": Path(folder, "plan.json")}
+    run = pipeline(nn.Sequential(*blocks), x, squares, **group_options(**how))
     assert run.plan.stage_of == {"0": 0, "1": 0, "2": 1}
-    assert pipeline(nn.Sequential(*blocks), x, squares, **how).plan == run.plan  # measured once, then kept
+    again = pipeline(nn.Sequential(*blocks), x, squares, **group_options(**how))
+    assert again.plan == run.plan  # measured once, then kept
     loss = run.step(x, y).loss
     model = nn.Sequential(*blocks)
     total, count = squares(model(x), y)
@@ -281,7 +291,7 @@ def _with_and_without_targets(rank: int) -> list[int]:
     how: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": "1f1b", "heartbeat": None, "costs": "counted"}
     for more in ({}, {"targets": y}):
         layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-        run = pipeline(layers, x, heavy, **how, **more)
+        run = pipeline(layers, x, heavy, **group_options(**how, **more))
         found.append(sum(run.plan.stage_of[name] == 0 for name in map(str, range(6))))
     return found
 

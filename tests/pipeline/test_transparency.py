@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from everstep.pipeline.schedules.generators import NAMES
+from everstep.pipeline.schedules.table import NAMES
 from tests.pipeline import front
 from tests.pipeline.covering import pairs_of, pairwise
 from tests.pipeline.library_models import LIBRARY

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from everstep.pipeline.engine.options import EngineOptions
-from everstep.pipeline.schedules.generators import NAMES
+from everstep.pipeline.schedules.table import NAMES
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import make_grid
 from tests.checkpoint.ranks import run

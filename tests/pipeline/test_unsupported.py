@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, LayoutOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.unsupported import refuse_unsupported  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -67,7 +67,7 @@ def _refused(rank: int) -> list[str]:
         chain(Scaled(learns=False)),
     ):
         with pytest.raises(PipelineError) as caught:
-            pipeline(model, X, squares, heartbeat=None, costs="counted")
+            pipeline(model, X, squares, plan=PlanOptions(costs="counted"), engine=EngineOptions(heartbeat=None))
         told.append(str(caught.value))
     return told
 
@@ -81,7 +81,13 @@ def _changed(rank: int) -> list[str]:
         lambda module: module.register_parameter("constant", nn.Parameter(torch.zeros(4, 4), requires_grad=False)),
     ):
         with pipeline(
-            chain(nn.Tanh()), X, squares, stages=1, data_parallel=2, heartbeat=None, costs="counted", check=False
+            chain(nn.Tanh()),
+            X,
+            squares,
+            stages=1,
+            layout=LayoutOptions(data_parallel=2),
+            plan=PlanOptions(costs="counted", check=False),
+            engine=EngineOptions(heartbeat=None),
         ) as run:
             run.step(X, X)
             change(run.get_submodule("2"))

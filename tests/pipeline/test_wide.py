@@ -17,6 +17,7 @@ from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
 from everstep.pipeline.engine.wide import more_words  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.inprocess import Fabric  # noqa: E402
 from tests.pipeline.models import CASES, slice_batch, squares  # noqa: E402
 from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa: E402
@@ -110,7 +111,7 @@ def _planned(rank: int) -> list[tuple[float, int]]:
     how: dict[str, Any] = {"schedule": "1f1b", "costs": "counted", "heartbeat": None, "check": False}
     for wide in (False, True):
         model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)).bfloat16()
-        with pipeline(model, x, squares, stages=2, microbatches=2, fp32_gradients=wide, **how) as run:
+        with pipeline(model, x, squares, stages=2, microbatches=2, **group_options(fp32_gradients=wide, **how)) as run:
             found.append((run.plan.words, run.plan.prediction.memory[run.engine.rank]))
             size = sum(each.nbytes for each in run.parameters())
     assert found[1][1] - found[0][1] == size

@@ -16,6 +16,7 @@ from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.frontend.writes import find_writes, refuse_writes  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -104,7 +105,7 @@ def _asked(rank: int) -> list[str]:
     for more in asked:
         torch.manual_seed(0)
         try:
-            with pipeline(between(Writing("averages")), X, squares, **how, **more) as run:
+            with pipeline(between(Writing("averages")), X, squares, **group_options(**how, **more)) as run:
                 run.step(X, X)
                 told.append("trained")
         except PipelineError as error:

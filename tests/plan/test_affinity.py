@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from everstep_operator.plan.affinity import is_node_allowed
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB
-from everstep_operator.plan.room import count_places, parse_node_room
+from everstep_operator.plan.node_capacity import count_places, parse_node_capacity
 
 HOST, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
 LABELS = {"app": "train", LABEL_JOB: "digits"}
@@ -23,7 +23,7 @@ def node(name: str, pods: int = 8, zone: str | None = None, **labels: str) -> di
 
 
 def count(spec: dict[str, Any], *nodes: dict[str, Any], labels: dict[str, str] = LABELS) -> int:
-    rooms = [parse_node_room(raw) for raw in nodes]
+    rooms = [parse_node_capacity(raw) for raw in nodes]
     return count_places({"spec": spec}, rooms, enough=MANY, labels=labels, namespace="team")
 
 
@@ -193,7 +193,7 @@ def test_rules_are_not_judged_on_more_nodes_than_it_takes() -> None:
         nonlocal seen
         for number in range(1000):
             seen += 1
-            yield parse_node_room(node(f"n{number}", zone="a"))
+            yield parse_node_capacity(node(f"n{number}", zone="a"))
 
     for spec in (apart(HOST), together(ZONE), {}):
         seen = 0

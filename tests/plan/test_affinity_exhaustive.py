@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep_operator.plan.labels import LABEL_JOB
-from everstep_operator.plan.room import count_places, parse_node_room
+from everstep_operator.plan.node_capacity import count_places, parse_node_capacity
 
 HOST, ZONE, RACK = "kubernetes.io/hostname", "topology.kubernetes.io/zone", "rack"
 OWN = {"app": "train", LABEL_JOB: "digits"}
@@ -152,7 +152,7 @@ def spec_of(anti: list[Any], affinity: list[Any], spread: list[Any]) -> dict[str
 
 
 def count(spec: dict[str, Any], nodes: list[SmallNode], enough: int = MANY) -> int:
-    rooms = [parse_node_room(node.raw()) for node in nodes]
+    rooms = [parse_node_capacity(node.raw()) for node in nodes]
     return count_places({"spec": spec}, rooms, enough=enough, labels=OWN, namespace="team")
 
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from everstep_operator.api.status import Cause, Charge
-from everstep_operator.plan.leader import MAX_ORDINAL, ReportedGeneration
-from everstep_operator.plan.situation import to_utc
+from everstep_operator.plan.leader_view import MAX_ORDINAL, ReportedGeneration
+from everstep_operator.plan.plan_context import to_utc
 from tests.builders import job
 from tests.plan.world import World
 

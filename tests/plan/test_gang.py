@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep_operator.plan import gang
-from everstep_operator.plan.observed import GangView
+from everstep_operator.plan.observation import GangView
 
 POOL = frozenset({"a100"})
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from everstep_operator.api.status import Phase, TrainingJobStatus
 from everstep_operator.plan.actions import Action, CreatePods
-from everstep_operator.plan.observed import GangView, PodView, Rejection
+from everstep_operator.plan.observation import GangView, PodView, Rejection
 from tests.builders import job
 from tests.plan.world import START, OperatorDied, World
 

@@ -8,8 +8,8 @@ import pytest
 
 from everstep_operator.api.status import Cause, Condition, ConditionType
 from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan, PodRef
-from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.observed import Observation
+from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.observation import Observation
 from tests.builders import job
 from tests.plan.world import World
 

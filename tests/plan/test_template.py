@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from everstep_operator.plan import template
-from everstep_operator.plan.observed import FrozenTemplate, PlanSettings
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.observation import PlanSettings
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import JobBuilder, job, pool
 

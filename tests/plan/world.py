@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.status import TrainingJobStatus
-from everstep_operator.plan import form, make_plan
+from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
@@ -24,11 +24,11 @@ from everstep_operator.plan.actions import (
     JobPlan,
     StopLeader,
 )
-from everstep_operator.plan.leader import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
-from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.observed import (
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.leader_view import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
+from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.observation import (
     ContainerEnd,
-    FrozenTemplate,
     GangView,
     Observation,
     PlanSettings,
@@ -37,7 +37,7 @@ from everstep_operator.plan.observed import (
     TerminationMessage,
     token_secret_name,
 )
-from everstep_operator.plan.pods import build_pod
+from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import read_frozen_template
 from tests.builders import CREATED
 
@@ -174,7 +174,7 @@ class World:
 
     def _plan(self, observed: Observation) -> JobPlan:
         made = make_plan(observed, self.now)
-        if form.find_pod_to_scale_up(observed, made) is None:
+        if pod_creation.find_pod_to_scale_up(observed, made) is None:
             return made
         self.asked_for_room += 1
         return make_plan(dataclasses.replace(observed, scale_up_at=self.scale_up_at), self.now)

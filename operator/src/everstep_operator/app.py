@@ -20,25 +20,25 @@ from typing import Any
 
 import structlog
 
-from everstep_operator import health, limits, logs, metrics
+from everstep_operator import health, logs, metrics, open_file_limit
 from everstep_operator.api.status import Phase
-from everstep_operator.cluster import errors, key
-from everstep_operator.cluster.act import ActionExecutor, StaleObject
-from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster import errors, operator_key
+from everstep_operator.cluster.action_executor import ActionExecutor, StaleObject
+from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache, Key, object_key, resource_version
 from everstep_operator.cluster.client import Client, load_credentials
 from everstep_operator.cluster.fair_share import FairSemaphore, FairShare
-from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.gangs import WaitingGangs
-from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.frozen_templates import FrozenTemplates
+from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.lease import LeaseLost, OperatorLease
 from everstep_operator.cluster.log_limit import LogRateLimiter
-from everstep_operator.cluster.nodes import NodeDirectory
-from everstep_operator.cluster.queue import WorkQueue
+from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.cluster.resync import Resync
+from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.watch import KopfWatch, RawObject
-from everstep_operator.plan.observed import PlanSettings as PlanSettings
+from everstep_operator.cluster.work_queue import WorkQueue
+from everstep_operator.plan.observation import PlanSettings as PlanSettings
 from everstep_operator.reconcile import Reconciler
 from everstep_operator.settings import OperatorSettings
 
@@ -66,7 +66,7 @@ class Operator:
             self.queue.add_after,
             fence_timeout=settings.fence_timeout,
             clock=client.clock.now,
-            limit=limits.raise_open_file_limit(settings.leader_connections),
+            limit=open_file_limit.raise_open_file_limit(settings.leader_connections),
         )
         self.frozen = FrozenTemplates(client, operator_keys)
         self.gangs = WaitingGangs(self.queue.add)
@@ -286,8 +286,10 @@ async def run_operator(settings: OperatorSettings, agent_code: bytes, stop: asyn
 
 async def _load_keys(client: Client, settings: OperatorSettings) -> tuple[bytes, ...]:
     """Return the operator keys, the current one first."""
-    previous = key.read_previous_keys(settings.previous_keys_folder)
-    current = await key.load_or_create_key(client, settings.pod_namespace, settings.key_folder, settings.key_secret)
+    previous = operator_key.read_previous_keys(settings.previous_keys_folder)
+    current = await operator_key.load_or_create_key(
+        client, settings.pod_namespace, settings.key_folder, settings.key_secret
+    )
     return (current, *(each for each in previous if each != current))
 
 
@@ -330,7 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
     except* LeaseLost as group:
         log.error("another operator may act now; leaving", error=str(group.exceptions[0]))
         sys.exit(1)
-    except* key.KeyUnavailable as group:
+    except* operator_key.KeyUnavailable as group:
         log.error("no operator key", error=str(group.exceptions[0]))
         sys.exit(1)
 

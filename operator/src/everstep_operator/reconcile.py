@@ -13,30 +13,30 @@ from dataclasses import dataclass, field, replace
 import structlog
 from pydantic import ValidationError
 
-from everstep.agent.auth import job_token
+from everstep.agent.wire.auth import job_token
 from everstep_operator import metrics
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
-from everstep_operator.cluster.act import ActionExecutor, JobRef, StaleObject
+from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject
 from everstep_operator.cluster.cache import ClusterCache, Key, resource_version
 from everstep_operator.cluster.client import ApiObject, Client
-from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.gangs import WaitingGangs, view_waiting_gang
-from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.cluster.nodes import NodeDirectory
-from everstep_operator.cluster.queue import WorkQueue
+from everstep_operator.cluster.frozen_templates import FrozenTemplates
+from everstep_operator.cluster.leader_poller import LeaderPoller
+from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.resources import JOBS
-from everstep_operator.cluster.unlisted import UnlistedPods
-from everstep_operator.plan import form, make_plan
+from everstep_operator.cluster.unlisted_pods import UnlistedPods
+from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
+from everstep_operator.cluster.work_queue import WorkQueue
+from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import CreatePods, JobEvent, JobPlan
 from everstep_operator.plan.gang import is_waiting
-from everstep_operator.plan.keys import find_key
-from everstep_operator.plan.leader import LeaderView
-from everstep_operator.plan.observed import Observation, PlanSettings, PodView, Rejection
-from everstep_operator.plan.situation import RUN_PHASES
+from everstep_operator.plan.leader_view import LeaderView
+from everstep_operator.plan.observation import Observation, PlanSettings, PodView, Rejection
+from everstep_operator.plan.operator_keys import find_key
+from everstep_operator.plan.plan_context import RUN_PHASES
 
 log = structlog.get_logger(__name__)
 
@@ -142,7 +142,7 @@ class Reconciler:
         """Make the plan. Nodes are not given back while an autoscaler makes more of them; it is asked only then, and
         its word kept."""
         made = make_plan(observed, self.clock())
-        pod = form.find_pod_to_scale_up(observed, made)
+        pod = pod_creation.find_pod_to_scale_up(observed, made)
         if pod is None:
             return made
         promised = min(self.clock(), await events.find_last_scale_up(self.client, key[0], pod.uid))

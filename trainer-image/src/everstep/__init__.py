@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.listing import best as best
-    from everstep.checkpoint.listing import list_checkpoints as list_checkpoints
-    from everstep.checkpoint.load import load as load
-    from everstep.checkpoint.load import load_into as load_into
-    from everstep.checkpoint.session import Checkpointer as checkpointer
+    from everstep.checkpoint.catalog.listing import best as best
+    from everstep.checkpoint.catalog.listing import list_checkpoints as list_checkpoints
+    from everstep.checkpoint.load.api import load as load
+    from everstep.checkpoint.load.api import load_into as load_into
+    from everstep.checkpoint.session.checkpointer import Checkpointer as checkpointer
     from everstep.checkpoint.state.kinds import FromRank as FromRank
     from everstep.checkpoint.state.kinds import PerRank as PerRank
     from everstep.progress import progress as progress
@@ -25,11 +25,11 @@ __all__ = ["FromRank", "PerRank", "best", "checkpointer", "list_checkpoints", "l
 _WHERE = {
     "FromRank": ("everstep.checkpoint.state.kinds", "FromRank"),
     "PerRank": ("everstep.checkpoint.state.kinds", "PerRank"),
-    "best": ("everstep.checkpoint.listing", "best"),
-    "checkpointer": ("everstep.checkpoint.session", "Checkpointer"),
-    "list_checkpoints": ("everstep.checkpoint.listing", "list_checkpoints"),
-    "load": ("everstep.checkpoint.load", "load"),
-    "load_into": ("everstep.checkpoint.load", "load_into"),
+    "best": ("everstep.checkpoint.catalog.listing", "best"),
+    "checkpointer": ("everstep.checkpoint.session.checkpointer", "Checkpointer"),
+    "list_checkpoints": ("everstep.checkpoint.catalog.listing", "list_checkpoints"),
+    "load": ("everstep.checkpoint.load.api", "load"),
+    "load_into": ("everstep.checkpoint.load.api", "load_into"),
     "progress": ("everstep.progress", "progress"),
 }
 

@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.alias_generators import to_snake
 
+from everstep.pipeline.schedules import NAMES as SCHEDULE_NAMES
 from everstep_operator.api.base import ApiModel
 from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.podtemplate import PodTemplate
@@ -34,6 +35,10 @@ from everstep_operator.api.status import TrainingJobStatus
 
 OPERATOR_NAME = "everstep.dev/operator"
 JOB_NAME_PATTERN = "^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[("auto", *SCHEDULE_NAMES)]  # as the pipeline library's table has them
 _NAME = re.compile(JOB_NAME_PATTERN)
 _DOMAIN_PATH = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~%!$&'()*+,;=:-]+$"
 
@@ -103,7 +108,7 @@ class PipelineDistribution(ApiModel):
     """Stages of the model: a divisor of the job's ranks, which then hold replicas, or a multiple of them."""
     microbatches: Annotated[int, Field(ge=1, le=65536), Whole] | None = None
     """Pieces of a replica's batch. Absent: the number with which a step is shortest."""
-    schedule: Literal["auto", "simple", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v"] = "auto"
+    schedule: ScheduleName = "auto"
     """The order of forward and backward passes; `auto`: the one with which a step is shortest within the memory."""
     optimize: Literal["speed", "memory"] = "speed"
     """What the model is cut for: short steps, or the fullest rank's memory too."""

@@ -22,8 +22,8 @@ import structlog
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS
 from everstep_operator.cluster.tombstones import NEVER_AGAIN, Tombstones
 from everstep_operator.plan.labels import LABEL_JOB
-from everstep_operator.plan.node import NodeView, parse_node
-from everstep_operator.plan.observed import PodView, parse_pod
+from everstep_operator.plan.node_view import NodeView, parse_node
+from everstep_operator.plan.observation import PodView, parse_pod
 
 log = structlog.get_logger(__name__)
 

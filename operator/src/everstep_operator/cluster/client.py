@@ -26,8 +26,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from everstep_operator import metrics
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.clock import ServerClock
 from everstep_operator.cluster.resources import LEASES, ApiResource
+from everstep_operator.cluster.server_clock import ServerClock
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.resources import EVENTS, JOBS
 from everstep_operator.plan.actions import JobEvent
-from everstep_operator.plan.observed import parse_timestamp
+from everstep_operator.plan.observation import parse_timestamp
 
 log = structlog.get_logger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from everstep.agent.clock import read_boottime
+from everstep.agent.system.clock import read_boottime
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.resources import LEASES

@@ -19,11 +19,11 @@ from typing import Any
 import structlog
 
 from everstep_operator import metrics
-from everstep_operator.cluster import agentcode, errors
-from everstep_operator.cluster.agentcode import ALL, AgentCode
+from everstep_operator.cluster import agent_code, errors
+from everstep_operator.cluster.agent_code import ALL, AgentCode
 from everstep_operator.cluster.cache import ClusterCache, ObjectCache
 from everstep_operator.cluster.client import ApiObject, Client
-from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.cluster.watch import POD_SELECTOR
@@ -178,7 +178,7 @@ class Resync:
         for place in self.namespaces or (None,):
             if place in self.forbidden:
                 continue
-            async for page in self.client.list(CONFIG_MAPS, place, labels=agentcode.AGENT_LABEL):
+            async for page in self.client.list(CONFIG_MAPS, place, labels=agent_code.AGENT_LABEL):
                 found += page.items
         used = self._agents_in_use()
         await self.agent.collect_garbage(self.client, found, used, time.monotonic())

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from everstep_operator.api.status import TrainingJobStatus
-    from everstep_operator.plan.observed import FrozenTemplate
+from everstep_operator.api.status import TrainingJobStatus
+from everstep_operator.plan.frozen_template import FrozenTemplate
 
 
 @dataclass(frozen=True, slots=True)

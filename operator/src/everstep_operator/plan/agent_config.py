@@ -9,7 +9,7 @@ from typing import Any
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.scalars import parse_quantity
-from everstep_operator.plan.observed import PlanSettings
+from everstep_operator.plan.observation import PlanSettings
 
 PROTOCOL = 1
 RESTART_GRACE = 5.0

@@ -7,7 +7,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Condition, ConditionType, Phase
 from everstep_operator.plan import node_trouble
 from everstep_operator.plan.decision import Decision
-from everstep_operator.plan.situation import PlanContext, to_utc
+from everstep_operator.plan.plan_context import PlanContext, to_utc
 
 _MAX = 4096
 _WantedCondition = tuple[bool, Reason, str]

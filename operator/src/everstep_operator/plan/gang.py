@@ -1,8 +1,8 @@
 """All or nothing: when a set that is only partly placed gives its nodes back, and when it tries again.
 
 The scheduler binds pods one by one, so two jobs can each hold half of what both need. Gangs that share a pool are
-ordered: first those that today's nodes could hold (room.py), then those that they could not, each by age (creation
-time, then UID). "Older" and "younger" below are by this order. And:
+ordered: first those that today's nodes could hold (node_capacity.py), then those that they could not, each by age
+(creation time, then UID). "Older" and "younger" below are by this order. And:
 
 - the oldest never gives back anything while another gang wants the pool;
 - of the others, a gang that has stalled gives back once no younger gang holds nodes, or at once if the nodes that all
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
-from everstep_operator.plan.observed import GangView, PodView
+from everstep_operator.plan.observation import GangView, PodView
 from everstep_operator.plan.quota import admitted_at_most
 
 STALL_SECONDS = 30.0  # seconds without a new bound pod before a younger gang counts as stalled

@@ -10,8 +10,8 @@ from __future__ import annotations
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.agent_config import RESTART_GRACE, compute_fence_timeout
-from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.situation import PlanContext
+from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.plan_context import PlanContext
 
 # After an agent has fenced itself: its ranks have `RESTART_GRACE` to end, and the agent some seconds to kill the rest.
 _DYING = RESTART_GRACE + 5.0

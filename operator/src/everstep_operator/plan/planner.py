@@ -7,25 +7,25 @@ import re
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
 from everstep_operator.plan import (
-    end,
-    form,
     gang,
+    job_outcome,
     node_trouble,
-    plain,
-    pools,
-    replace,
-    restart,
-    starts,
+    plain_mode,
+    pod_creation,
+    pod_replacement,
+    pool_selection,
+    restart_budget,
+    start_failures,
     suspend,
     timeouts,
     ttl,
 )
 from everstep_operator.plan.actions import CreatePods, DryRun, JobPlan, LeaderPoll, PushPeers, StopLeader
 from everstep_operator.plan.decision import Decision, parse_reason
-from everstep_operator.plan.observed import Observation, Rejection
-from everstep_operator.plan.restart import RestartBudget
-from everstep_operator.plan.situation import FORMING_PHASES, RUN_PHASES, PlanContext
-from everstep_operator.plan.starts import StartRecord
+from everstep_operator.plan.observation import Observation, Rejection
+from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
+from everstep_operator.plan.restart_budget import RestartBudget
+from everstep_operator.plan.start_failures import StartRecord
 from everstep_operator.plan.status import build_status
 
 _NOT_THERE = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
@@ -49,8 +49,8 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     if s.phase.finished:
         actions, look = ttl.plan_after_end(s)
         return JobPlan(s.status, actions=tuple(actions), requeue_at=look)
-    account = restart.charge_ended_generations(s, over=end.find_outcome(s) is not None)
-    begun = starts.count_start_failures(s)
+    account = restart_budget.charge_ended_generations(s, over=job_outcome.find_outcome(s) is not None)
+    begun = start_failures.count_start_failures(s)
     decision = _decide_next(s, account, begun)
     if not decision.phase.finished:
         buried, later = node_trouble.force_delete_lost_pods(s)
@@ -91,7 +91,7 @@ def _decide_next(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
         decision = decision.with_fields(generation=account.generation)
     failure = decision.last_failure or account.last_failure
     if failure is None and begun.fresh:
-        failure = restart.make_pod_failure(begun.failed, Reason.START_FAILED)
+        failure = restart_budget.make_pod_failure(begun.failed, Reason.START_FAILED)
         failure = failure.model_copy(update={"message": begun.message})
     in_a_row = decision.phase is not Phase.RUNNING and decision.template is None
     return decision.with_fields(
@@ -103,14 +103,14 @@ def _decide_next(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
 
 def _decide_end(s: PlanContext, account: RestartBudget) -> Decision | None:
     """Decide about a job that has an outcome, or a stop that we asked for and that has come about."""
-    outcome = end.find_outcome(s)
+    outcome = job_outcome.find_outcome(s)
     if s.phase is Phase.STOPPING and s.open is not None:
         if outcome is not None and outcome.phase is Phase.SUCCEEDED:
             return Decision(outcome.phase, outcome.reason, outcome.message)
         reason, message = parse_reason(s.open.reason), _open_phase_message(s)
         grace = s.spec.pod_template.spec.termination_grace_period_seconds or s.observed.settings.termination_grace
         until = s.open.start.timestamp() + grace + _STOP_MARGIN
-        if end.has_stopped(s) or s.now >= until:
+        if job_outcome.has_stopped(s) or s.now >= until:
             return _fail_job(s, reason, message)
         return Decision(Phase.STOPPING, reason, message).with_actions(StopLeader(reason.value)).requeue_at(until)
     if outcome is None:
@@ -118,7 +118,7 @@ def _decide_end(s: PlanContext, account: RestartBudget) -> Decision | None:
     return _make_end_decision(outcome, account)
 
 
-def _make_end_decision(outcome: end.JobOutcome, account: RestartBudget) -> Decision:
+def _make_end_decision(outcome: job_outcome.JobOutcome, account: RestartBudget) -> Decision:
     failure = outcome.failure or account.last_failure
     return Decision(outcome.phase, outcome.reason, outcome.message, last_failure=failure)
 
@@ -148,7 +148,7 @@ def _wait_while_blocked(s: PlanContext, refused: Rejection) -> Decision:
     reason = _BLOCKING.get(refused.kind, Reason.NOT_PERMITTED)
     phase = Phase.RESTARTING if s.phase in RUN_PHASES else Phase.PENDING
     waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in gang.STALLING_REASONS)
-    return waiting.requeue_at(s.now + form.BLOCKED_RETRY_SECONDS)
+    return waiting.requeue_at(s.now + pod_creation.BLOCKED_RETRY_SECONDS)
 
 
 def _decide_failure(s: PlanContext, account: RestartBudget, begun: StartRecord) -> Decision | None:
@@ -171,59 +171,61 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
         return _resolve_template(s, Reason.CREATED)
     if s.phase not in FORMING_PHASES:
         return None
-    if not s.plain and (found := plain.find_agent_obstacle(s.current.values())) is not None:
+    if not s.plain and (found := plain_mode.find_agent_obstacle(s.current.values())) is not None:
         reason, said = found
         message = f"{reason.meaning} {said}".strip()
-        return form.resolve_new_template(
+        return pod_creation.resolve_new_template(
             s, s.pool, plain=True, reason=reason, message=message, plain_reason=(reason, message)
         )
-    pool, _ = pools.select_next_pool(s)
+    pool, _ = pool_selection.select_next_pool(s)
     if pool is not None:
         message = f"TrainingPool {pool.metadata.name!r} is tried next"
-        return form.resolve_new_template(s, pool, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
+        return pod_creation.resolve_new_template(s, pool, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
     return None
 
 
 def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
-    choice = pools.select_first_pool(s)
+    choice = pool_selection.select_first_pool(s)
     if choice.problem is not None and choice.problem[0] is Reason.NAMESPACE_NOT_ALLOWED:
         # Every pool that the job names exists and refuses it: nothing that will be here soon changes that.
         return _fail_job(s, *choice.problem)
     if choice.problem is not None:
         return Decision(Phase.PENDING, *choice.problem, stalled=True).with_actions(
-            replace.make_deletion(s.observed.ours, reason)
+            pod_replacement.make_deletion(s.observed.ours, reason)
         )
     plain_reason = (Reason.NO_COMMAND, Reason.NO_COMMAND.meaning) if s.spec.command is None else None
     message = f"{s.wanted} pods are being created"
-    return form.resolve_new_template(
+    return pod_creation.resolve_new_template(
         s, choice.pool, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
     )
 
 
 def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> Decision:
     """Keep the set whole and say where it is."""
-    if (released := form.release_pods(s)) is not None:
-        return released.with_actions(replace.make_deletion(s.stale, Reason.STOPPING))
+    if (released := pod_creation.release_pods(s)) is not None:
+        return released.with_actions(pod_replacement.make_deletion(s.stale, Reason.STOPPING))
     decision = _determine_phase(s, account).with_fields(restarts=account.restarts)
     if begun.message and decision.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING):
         decision = decision.with_fields(reason=Reason.START_FAILED, message=begun.message)
-    kept = replace.describe_kept_pod(s)
+    kept = pod_replacement.describe_kept_pod(s)
     if kept is not None and decision.phase in FORMING_PHASES and decision.reason not in gang.BLOCKED_REASONS:
         decision = decision.with_fields(message=kept[1])
-    decision = decision.with_actions(replace.make_deletion(s.stale, Reason.STOPPING))
+    decision = decision.with_actions(pod_replacement.make_deletion(s.stale, Reason.STOPPING))
     if s.plain:
-        broken = [p for p in s.current.values() if restart.is_set_charged(account.restarts, p)]
-        decision = decision.with_actions(replace.make_deletion(broken, Reason.RESTARTING))
+        broken = [p for p in s.current.values() if restart_budget.is_set_charged(account.restarts, p)]
+        decision = decision.with_actions(pod_replacement.make_deletion(broken, Reason.RESTARTING))
     else:
-        gone, later = replace.list_deletable_pods(s)
-        decision = decision.with_actions(replace.make_deletion(gone, Reason.POD_LOST)).requeue_at(later)
-    decision = form.create_missing_pods(s, decision)
-    if form.has_pod_creation(decision) and decision.phase is Phase.PENDING:
+        gone, later = pod_replacement.list_deletable_pods(s)
+        decision = decision.with_actions(pod_replacement.make_deletion(gone, Reason.POD_LOST)).requeue_at(later)
+    decision = pod_creation.create_missing_pods(s, decision)
+    if pod_creation.has_pod_creation(decision) and decision.phase is Phase.PENDING:
         decision = decision.with_fields(phase=Phase.SCHEDULING, reason=Reason.WAITING_FOR_CAPACITY, stalled=False)
         decision = decision.with_fields(message=Reason.WAITING_FOR_CAPACITY.meaning)
-    elif form.has_pod_creation(decision) and decision.reason in gang.BLOCKED_REASONS:
+    elif pod_creation.has_pod_creation(decision) and decision.reason in gang.BLOCKED_REASONS:
         decision = decision.with_fields(reason=Reason.RESTARTING, message=Reason.RESTARTING.meaning, stalled=False)
-    return _push_addresses(s, decision.requeue_at(form.next_release_check(s), pools.select_next_pool(s)[1]))
+    return _push_addresses(
+        s, decision.requeue_at(pod_creation.next_release_check(s), pool_selection.select_next_pool(s)[1])
+    )
 
 
 def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
@@ -260,7 +262,7 @@ def _are_ranks_running(s: PlanContext) -> bool:
     if s.plain:
         pods = s.current.values()
         up = [p for p in pods if (p.running and p.live) or (p.ended is not None and p.ended.exit_code == 0)]
-        return len(up) == s.wanted and not any(restart.is_set_charged(s.status.restarts, p) for p in pods)
+        return len(up) == s.wanted and not any(restart_budget.is_set_charged(s.status.restarts, p) for p in pods)
     if len(s.live) < s.wanted:
         return False
     leader = s.leader
@@ -276,23 +278,23 @@ def _are_ranks_running(s: PlanContext) -> bool:
     if leader.generation > s.status.generation or (leader.running_since or 0.0) >= since:
         return True
     # Nor has it broken where its pods only seemed lost, and are still the same: a Node that was removed and came back.
-    replaced = any(restart.is_replacement(s, pod) for pod in s.live)
+    replaced = any(restart_budget.is_replacement(s, pod) for pod in s.live)
     return not replaced and (leader.answered_at or 0.0) > since
 
 
 def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, str]:
-    if (kept := replace.describe_kept_pod(s)) is not None:
+    if (kept := pod_replacement.describe_kept_pod(s)) is not None:
         pod, message = kept
-        return replace.explain_loss(pod), message
+        return pod_replacement.explain_loss(pod), message
     if account.last_failure is not None:
         return parse_reason(account.last_failure.reason), account.last_failure.message
-    lost = next(iter(replace.list_lost_pods(s)), None)
+    lost = next(iter(pod_replacement.list_lost_pods(s)), None)
     # The leader may tell of a lost pod before the API server does, which alone knows why.
-    explained = lost is not None and replace.explain_loss(lost) in replace.LOSS_REASONS
+    explained = lost is not None and pod_replacement.explain_loss(lost) in pod_replacement.LOSS_REASONS
     if s.phase is Phase.RESTARTING and s.open is not None and not (explained and s.open.reason == Reason.RESTARTING):
         return parse_reason(s.open.reason), _open_phase_message(s)
-    if lost is not None or replace.list_missing_indices(s):
-        return replace.explain_loss(lost), "a pod was lost; its replacement is being made"
+    if lost is not None or pod_replacement.list_missing_indices(s):
+        return pod_replacement.explain_loss(lost), "a pod was lost; its replacement is being made"
     return Reason.RESTARTING, Reason.RESTARTING.meaning
 
 
@@ -303,7 +305,7 @@ def _open_phase_message(s: PlanContext) -> str:
 
 def _fail_job(s: PlanContext, reason: Reason, message: str) -> Decision:
     live = [p for p in s.observed.ours if p.live]
-    return Decision(Phase.FAILED, reason, message).with_actions(replace.make_deletion(live, reason))
+    return Decision(Phase.FAILED, reason, message).with_actions(pod_replacement.make_deletion(live, reason))
 
 
 def _push_addresses(s: PlanContext, decision: Decision) -> Decision:
@@ -326,7 +328,7 @@ def _make_poll(s: PlanContext, account: RestartBudget, decision: Decision) -> Le
     if head.gone_since is not None:
         return None  # should it still run somewhere, it shall not go on in our name
     last = account.restarts.last
-    allowance = 0 if decision.phase is Phase.STOPPING else restart.count_remaining_restarts(s, account.restarts)
+    allowance = 0 if decision.phase is Phase.STOPPING else restart_budget.count_remaining_restarts(s, account.restarts)
     address = head.format_address(s.observed.settings.agent_port)
     charged = last.id if last else ""
     return LeaderPoll(address, head.uid, head.epoch, head.template, charged, allowance, head.token_secret, s.wanted)

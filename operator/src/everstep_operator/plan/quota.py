@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from everstep_operator.plan.room import read_quantity
+from everstep_operator.plan.node_capacity import read_quantity
 
 # A limit of Services or Secrets is none of pods, whatever its number.
 _EXCEEDED = re.compile(

@@ -20,8 +20,8 @@ from everstep_operator.plan.actions import JobEvent
 from everstep_operator.plan.conditions import build_conditions
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.gang import BLOCKED_REASONS
-from everstep_operator.plan.replace import LOSS_REASONS
-from everstep_operator.plan.situation import PlanContext, to_utc
+from everstep_operator.plan.plan_context import PlanContext, to_utc
+from everstep_operator.plan.pod_replacement import LOSS_REASONS
 
 WRITE_INTERVAL_SECONDS = 30.0
 _TIMING_OF_PHASE = {

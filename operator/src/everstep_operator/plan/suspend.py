@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
-from everstep_operator.plan import end, replace
+from everstep_operator.plan import job_outcome, pod_replacement
 from everstep_operator.plan.actions import DeleteStaleObjects
 from everstep_operator.plan.decision import Decision
-from everstep_operator.plan.situation import PlanContext
+from everstep_operator.plan.plan_context import PlanContext
 
 
 def suspend_job(s: PlanContext) -> Decision:
     """Delete all pods with their grace; the job is suspended once they are gone."""
     if s.observed.ours:
-        kept = replace.describe_kept_pod(s)
+        kept = pod_replacement.describe_kept_pod(s)
         first = s.observed.ours[0]
         where = f"{first.name} on {first.node}" if first.node else first.name
         waiting = f"waiting for the pods to stop: {where}, {len(s.observed.ours)} in all"
         going = Decision(Phase.STOPPING, Reason.SUSPENDED, waiting if kept is None else kept[1])
-        return going.with_actions(replace.make_deletion(s.observed.ours, Reason.SUSPENDED))
+        return going.with_actions(pod_replacement.make_deletion(s.observed.ours, Reason.SUSPENDED))
     done = Decision(Phase.SUSPENDED, Reason.SUSPENDED, "no pods; set spec.suspend to false to start")
     if s.phase is not Phase.SUSPENDED and s.template is not None:
         return done.with_actions(DeleteStaleObjects(s.template.epoch + 1))
     return done
 
 
-def find_own_outcome(s: PlanContext) -> end.JobOutcome | None:
+def find_own_outcome(s: PlanContext) -> job_outcome.JobOutcome | None:
     """Return the end to which the job has come by itself, though it is suspended: it is not to be trained again.
 
     A leader that says so knows which ranks ended by themselves. Exit codes after pods were told to stop prove nothing,
@@ -33,7 +33,7 @@ def find_own_outcome(s: PlanContext) -> end.JobOutcome | None:
     """
     if not (s.spec.suspend or (is_resuming(s) and not _is_edited(s))):
         return None
-    outcome = end.find_outcome(s)
+    outcome = job_outcome.find_outcome(s)
     told_to_stop = s.phase is Phase.STOPPING or any(pod.deleting for pod in s.current.values())
     if outcome is None or (told_to_stop and (s.plain or outcome.phase is Phase.FAILED)):
         return None

@@ -17,21 +17,16 @@ from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.scalars import parse_quantity
-from everstep_operator.plan import plain as plain_mode
+from everstep_operator.plan import plain_mode
 from everstep_operator.plan.agent_config import DEFAULT_GPU_RESOURCE, build_job_config, gpu_resource
-from everstep_operator.plan.keys import make_secret_name
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observed import (
-    TOKEN_VOLUME,
-    TRAINER_CONTAINER,
-    FrozenTemplate,
-    PlanSettings,
-    token_secret_name,
-)
+from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, PlanSettings, token_secret_name
+from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.overlay import merge_overlay, normalize_mount_path
+from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference, template_name
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
-from everstep_operator.plan.pods import MANAGED_BY_LABEL, build_owner_reference, template_name
-from everstep_operator.plan.shape import find_misshapen_field
+from everstep_operator.plan.template_field_types import find_misshapen_field
 
 AGENT_COMMAND = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
 DEFAULT_USER_ID = 1000

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
-from everstep_operator.plan import replace
+from everstep_operator.plan import pod_replacement
 from everstep_operator.plan.gang import blocked_by
-from everstep_operator.plan.situation import FORMING_PHASES, RUN_PHASES, PlanContext
+from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
 
 _REJECTED = (Reason.ADMISSION_REJECTED.value, Reason.NOT_PERMITTED.value)
 
@@ -130,7 +130,7 @@ def _describe_unschedulable(s: PlanContext) -> str:
     Restarting.
     """
     text = next((p.unschedulable for p in s.live if not p.scheduled and p.unschedulable), "")
-    if (kept := replace.describe_kept_pod(s)) is not None:
+    if (kept := pod_replacement.describe_kept_pod(s)) is not None:
         text = kept[1]
     if blocked_by(s.job) is not None and s.status.conditions:
         text = s.status.conditions[0].message

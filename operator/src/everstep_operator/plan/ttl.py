@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.plan import replace
+from everstep_operator.plan import pod_replacement
 from everstep_operator.plan.actions import Action, DeleteJob
-from everstep_operator.plan.situation import PlanContext
+from everstep_operator.plan.plan_context import PlanContext
 
 # Agents leave by themselves when their leader declares the end, and write their last word while doing so.
 LINGER_SECONDS = 30.0
@@ -21,7 +21,7 @@ def plan_after_end(s: PlanContext) -> tuple[list[Action], float | None]:
     looks = []
     staying = [p for p in s.observed.ours if p.occupies]
     if staying and s.now >= finished + LINGER_SECONDS:
-        actions += [a for a in [replace.make_deletion(staying, Reason.STOPPING)] if a is not None]
+        actions += [a for a in [pod_replacement.make_deletion(staying, Reason.STOPPING)] if a is not None]
     elif staying:
         looks.append(finished + LINGER_SECONDS)
     if s.spec.ttl_after_finished is not None:

@@ -15,23 +15,25 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import report
-from .auth import read_token
-from .clock import read_boottime
 from .config import AgentConfig, AgentPaths, load_config
-from .faults import explain_fault
-from .http import Handler, HttpServer
-from .node import AgentExit, NodeAgent
-from .processes import make_undumpable
-from .protocol import FAILED, LEFT
-from .report import log_line
-from .supervision import Supervision
-from .supervisor import Supervisor
-from .tasks import Tasks
-from .threads import in_thread_when_possible
+from .node import termination_message
+from .node.node_agent import AgentExit, NodeAgent
+from .node.supervisor import Supervisor
+from .node.supervisor_interface import SupervisorInterface
+from .ranks import failure_file
+from .system import agent_log
+from .system.agent_log import log_line
+from .system.clock import read_boottime
+from .system.faults import explain_fault
+from .system.processes import make_undumpable
+from .system.tasks import Tasks
+from .system.threads import in_thread_when_possible
+from .wire.auth import read_token
+from .wire.http_server import Handler, HttpServer
+from .wire.protocol import FAILED, LEFT
 
 if TYPE_CHECKING:
-    from .leading import LeaderServer
+    from .leader.leader_server import LeaderServer
 
 MAX_OPEN_FILES = 65536
 
@@ -65,11 +67,11 @@ class AgentOptions:
 def main(argv: list[str]) -> int:
     # The programs that MPI starts know their arguments better than argparse does.
     if argv[:1] == ["rank"]:
-        from .launch.rank import main as rank
+        from .launch.rank_command import main as rank
 
         return rank(argv[1:])
     if argv[:1] == ["rsh"]:
-        from .launch.rsh import main as rsh
+        from .launch.rsh_command import main as rsh
 
         return rsh(argv[1:])
     return run_agent(parse_options(argv))
@@ -118,12 +120,12 @@ def run_agent(options: AgentOptions) -> int:
             config = dataclasses.replace(config, port=options.port, service="")
         return asyncio.run(_Agent(config, place, token).run())
     except Exception as error:
-        report.route_log_lines(None)
+        agent_log.route_log_lines(None)
         if not isinstance(error, (OSError, ValueError)):
             log_line(traceback.format_exc())
         log_line(explain_fault(error))
         # No outcome: a full disk or a port in use is this pod's, and another pod may do better.
-        report.write_termination_message(
+        termination_message.write_termination_message(
             place.termination_log, {"result": LEFT, "exitCode": 1, "message": explain_fault(error)}
         )
         return 1
@@ -146,15 +148,15 @@ class _Agent:
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", node.accept)}
         if config.leads:
             # Only here: a module in a zipapp is compiled at every start, and a job waits for its slowest agent.
-            from .leader import LeaderState
-            from .leading import LeaderServer, find_free_port
+            from .leader.leader_server import LeaderServer, find_free_port
+            from .leader.leader_state import LeaderState
 
             raise_file_limit(config.num_nodes)
             leader = LeaderState(config, incarnation, loop.time(), time.time(), find_free_port)
             leading = LeaderServer(config, self._token, node, leader, loop.time)
             routes.update(leading.routes())
         processes = Supervisor(config, self._place, node.emit, leading.spawn_on if leading else _reject_spawn)
-        report.route_log_lines(processes.log)
+        agent_log.route_log_lines(processes.log)
         node.run_with(processes, self._token)
         # By this clock a request that was signed before this machine was suspended is too old to renew a lease.
         server = HttpServer(self._token, routes, read_boottime)
@@ -167,11 +169,11 @@ class _Agent:
         if leading is not None:
             leading.start(processes)
         elif config.leader_address:
-            from .announce import announce_agent
+            from .node.announce import announce_agent
 
             tasks.start(announce_agent(config.leader_address, self._token, node))
         if processes.has_gpus:
-            from .health import watch_gpus
+            from .node.gpu_health import watch_gpus
 
             tasks.start(watch_gpus(processes.gpus, node.gpus))
         ended = await node.ended
@@ -182,10 +184,10 @@ class _Agent:
             leading.close()
         server.close()
         await self._close(processes)
-        return report.safe_exit_code(ended.exit_code)
+        return termination_message.safe_exit_code(ended.exit_code)
 
-    async def _close(self, processes: Supervision) -> None:
-        report.route_log_lines(None)
+    async def _close(self, processes: SupervisorInterface) -> None:
+        agent_log.route_log_lines(None)
         await processes.close()
 
     async def _leave_last_words(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
@@ -204,12 +206,14 @@ class _Agent:
                 message=failure.message,
                 logTail=list(failure.log_tail),
             )
-        report.write_termination_message(self._place.termination_log, word)
+        termination_message.write_termination_message(self._place.termination_log, word)
         if ended.result == FAILED:
             output, message, tail = self._place.ml / "output", str(word["message"]), tuple(word["logTail"])
-            writing = in_thread_when_possible(lambda: report.write_failure_file(output, message, tail), "failure-file")
+            writing = in_thread_when_possible(
+                lambda: failure_file.write_failure_file(output, message, tail), "failure-file"
+            )
             with contextlib.suppress(asyncio.TimeoutError):  # a volume that hangs must not keep the pod from ending
-                await asyncio.wait_for(writing, report.FAILURE_FILE_SECONDS)
+                await asyncio.wait_for(writing, failure_file.FAILURE_FILE_SECONDS)
 
     def _handle_stop_signal(self, node: NodeAgent, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.checkpoint.keys import Key
+from everstep.checkpoint.format.keys import Key
 
 _log = logging.getLogger("everstep.checkpoint")
 

@@ -39,10 +39,10 @@ def ls(uri: UriArgument, as_json: JsonOption = False) -> None:
     import json
     from concurrent.futures import ThreadPoolExecutor
 
-    from everstep.checkpoint.candidates import list_candidates, read_index
+    from everstep.checkpoint.catalog.candidates import list_candidates, read_index
+    from everstep.checkpoint.catalog.verification import VerifiedCheckpoints
     from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
-    from everstep.checkpoint.keys import Key
-    from everstep.checkpoint.verification import VerifiedCheckpoints
+    from everstep.checkpoint.format.keys import Key
     from everstep.cli.checkpoint_view import CheckpointRow, describe_row, make_checkpoint_table
     from everstep.cli.places import open_named_store, translate_errors
     from everstep.cli.terminal import make_stderr, make_stdout
@@ -85,9 +85,9 @@ def verify(
     A step (500) is that of every attempt. A later version's checkpoint is none that can be called good here. Each is
     held while it is read; what a run removes meanwhile is told, and counts for nothing.
     """
-    from everstep.checkpoint import candidates
+    from everstep.checkpoint.catalog import candidates
+    from everstep.checkpoint.catalog.leases import hold_read_lease
     from everstep.checkpoint.errors import CheckpointError, Removed, UnknownFormat, is_damage
-    from everstep.checkpoint.leases import hold_read_lease
     from everstep.cli.checkpoint_view import total_bytes
     from everstep.cli.places import EXIT_NOT_GOOD, format_key, list_matching_keys, open_named_store, translate_errors
     from everstep.cli.terminal import make_stderr, make_stdout
@@ -170,7 +170,7 @@ def diff(
 
     However they are sharded: by names, types, shapes, elements and plain values. Ends with 3 if they differ.
     """
-    from everstep.checkpoint.difference import iterate_differences
+    from everstep.checkpoint.catalog.difference import iterate_differences
     from everstep.cli.errors import CliError
     from everstep.cli.places import EXIT_NOT_GOOD, format_key, hold_chosen, open_named_store, translate_errors
     from everstep.cli.terminal import make_stderr, make_stdout
@@ -216,9 +216,9 @@ def prune(
     what its run keeps by keep_best=: give --keep-best for that.
     """
 
-    from everstep.checkpoint.best import KeepBest
-    from everstep.checkpoint.pruning import prune_by_hand
-    from everstep.checkpoint.verification import VerifiedCheckpoints
+    from everstep.checkpoint.catalog.best import KeepBest
+    from everstep.checkpoint.catalog.verification import VerifiedCheckpoints
+    from everstep.checkpoint.retention.pruning import prune_by_hand
     from everstep.cli.errors import CliError
     from everstep.cli.places import EXIT_NOT_GOOD, format_key, list_matching_keys, open_named_store, translate_errors
     from everstep.cli.terminal import make_stderr, make_stdout
@@ -274,11 +274,12 @@ def copy(
     By default the newest that is good. What is there already is verified, and written again where it is not good. With
     --all each that can be copied is; ends with 3 if one had to be left out. What a run removes meanwhile is none.
     """
-    from everstep.checkpoint import candidates, copying
-    from everstep.checkpoint.copying import CopyOutcome
+    from everstep.checkpoint.catalog import candidates
+    from everstep.checkpoint.catalog.leases import hold_read_lease
     from everstep.checkpoint.errors import CheckpointError, Removed, UnknownFormat, is_damage
-    from everstep.checkpoint.keys import Key
-    from everstep.checkpoint.leases import hold_read_lease
+    from everstep.checkpoint.format.keys import Key
+    from everstep.checkpoint.publish import copying
+    from everstep.checkpoint.publish.copying import CopyOutcome
     from everstep.cli.checkpoint_view import total_bytes
     from everstep.cli.places import (
         EXIT_NOT_GOOD,
@@ -356,9 +357,9 @@ def publish(
     import signal
     import threading
 
-    from everstep.checkpoint import publisher
     from everstep.checkpoint.events import CheckpointEvent
-    from everstep.checkpoint.folder import Contents
+    from everstep.checkpoint.publish import publisher
+    from everstep.checkpoint.publish.folder import Contents
     from everstep.cli.errors import CliError
     from everstep.cli.places import format_key, open_named_store, translate_errors
     from everstep.cli.terminal import make_stderr, make_stdout
@@ -413,9 +414,9 @@ def restore(
     """
     from contextlib import ExitStack
 
-    from everstep.checkpoint import candidates
-    from everstep.checkpoint import folder as folders
-    from everstep.checkpoint.format import Manifest
+    from everstep.checkpoint.catalog import candidates
+    from everstep.checkpoint.format.manifest import Manifest
+    from everstep.checkpoint.publish import folder as folders
     from everstep.cli.checkpoint_view import total_bytes
     from everstep.cli.places import format_key, open_named_store, resolve_step, translate_errors
     from everstep.cli.terminal import make_stderr, make_stdout

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
-from everstep.checkpoint.format import Manifest, StoredTensor, get_itemsize
-from everstep.checkpoint.index import CheckpointIndex
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.user_metadata import read_metadata
+from everstep.checkpoint.format.index import CheckpointIndex
+from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.format.manifest import Manifest, StoredTensor, get_itemsize
+from everstep.checkpoint.format.user_metadata import read_metadata
 from everstep.cli.places import format_key
 from everstep.cli.terminal import format_duration
 from everstep.cli.transfer import format_size

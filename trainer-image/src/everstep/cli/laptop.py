@@ -62,7 +62,7 @@ class LocalRun:
 
     def _follow(self, agents: LocalAgents, screen: LiveScreen) -> None:
         """Poll the leader until it has told the outcome, or has ended."""
-        from everstep.agent.client import LeaderClient, LeaderError
+        from everstep.agent.wire.leader_client import LeaderClient, LeaderError
 
         leader = LeaderClient(agents.addresses[0], agents.token)
         peers = {index: address for index, address in agents.addresses.items() if index}

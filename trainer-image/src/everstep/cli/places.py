@@ -11,9 +11,9 @@ from everstep.cli.errors import CliError
 from everstep.cli.terminal import make_stderr
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.format import Manifest
-    from everstep.checkpoint.keys import Key
-    from everstep.checkpoint.leases import ReadLease
+    from everstep.checkpoint.catalog.leases import ReadLease
+    from everstep.checkpoint.format.keys import Key
+    from everstep.checkpoint.format.manifest import Manifest
     from everstep.checkpoint.store.base import Store
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def list_matching_keys(store: Store, wanted: str | None) -> list[Key]:
     Raises:
         CliError: There is none.
     """
-    from everstep.checkpoint.candidates import list_candidates
+    from everstep.checkpoint.catalog.candidates import list_candidates
 
     keys = list_candidates(store)
     if not keys:
@@ -102,7 +102,7 @@ def read_first_good(store: Store, wanted: str | None, read: Callable[[Key], T]) 
         CliError: There is none that is meant.
         CheckpointError: None is good; what `read` raised of the last one.
     """
-    from everstep.checkpoint.candidates import each_candidate
+    from everstep.checkpoint.catalog.candidates import each_candidate
     from everstep.checkpoint.errors import CheckpointError, Removed, WriterConflict, is_damage
 
     list_matching_keys(store, wanted)
@@ -130,8 +130,8 @@ def hold_chosen(store: Store, wanted: str | None) -> Iterator[tuple[Manifest, Re
     Raises:
         CliError: There is none.
     """
-    from everstep.checkpoint.candidates import read_manifest
-    from everstep.checkpoint.leases import hold_read_lease
+    from everstep.checkpoint.catalog.candidates import read_manifest
+    from everstep.checkpoint.catalog.leases import hold_read_lease
 
     with ExitStack() as held:
 

@@ -11,13 +11,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everstep.pipeline.engine.options import EngineOptions as EngineOptions
     from everstep.pipeline.frontend.placement import stage as stage
-    from everstep.pipeline.session import Pipeline as Pipeline
+    from everstep.pipeline.module import Pipeline as Pipeline
+    from everstep.pipeline.options import LayoutOptions as LayoutOptions
+    from everstep.pipeline.options import PlanOptions as PlanOptions
     from everstep.pipeline.session import pipeline as pipeline
 
-__all__ = ["Pipeline", "pipeline", "stage"]
+__all__ = ["EngineOptions", "LayoutOptions", "Pipeline", "PlanOptions", "pipeline", "stage"]
 
-_WHERE = {"Pipeline": "session", "pipeline": "session", "stage": "frontend.placement"}
+_WHERE = {
+    "EngineOptions": "engine.options",
+    "LayoutOptions": "options",
+    "Pipeline": "module",
+    "PlanOptions": "options",
+    "pipeline": "session",
+    "stage": "frontend.placement",
+}
 
 
 def __getattr__(name: str) -> Any:

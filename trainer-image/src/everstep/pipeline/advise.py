@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Links, StageGraph
-from everstep.pipeline.schedules import NAMES, Result, make_schedule, simulate_schedule
+from everstep.pipeline.schedules import NAMES, Result, find_schedule, make_schedule, simulate_schedule
 
 CLOSE = 0.005  # of the step: below what a profile can tell apart
 
@@ -92,7 +92,7 @@ def advise(
         for name in schedules
         for stages in sorted({ranks * chunk for chunk in chunks})
         for m in sorted(set(microbatches))
-        if _is_for(name, stages // ranks)
+        if find_schedule(name).is_worth_trying(stages // ranks)
     ]
     fitting = [one for one in found if one.fits]
     if not fitting:
@@ -105,11 +105,6 @@ def advise(
     rest = sorted((one for one in found if one is not choice), key=lambda one: (not one.fits, one.seconds))
     told = tuple(_compare_with_choice(one, choice) for one in rest)
     return Advice(choice, (choice, *told), tuple(_explain_choice(choice, told, devices)))
-
-
-def _is_for(name: str, chunks: int) -> bool:
-    """Interleaved schedules of one stage on each rank are the plain ones, by another name."""
-    return {"1f1b": chunks == 1, "zb-h1": chunks == 1, "zb-v": chunks == 2, "simple": True}.get(name, chunks > 1)
 
 
 def _simulate_alternative(

@@ -199,9 +199,9 @@ class _Difference:
         return PipelineError(
             f"the loss of {self.samples} samples is {self.at_once:.4g} at once and {self.together:.4g} in {self.parts} "
             f"parts, so micro-batches and replicas would train something else than the batch: {where}. For a mean over "
-            "tokens or weights, give (sum, count) or loss_weight=; where each sample is compared with all others of a "
-            "batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one sample be all that are compared; "
-            "check=False trains it as it is"
+            "tokens or weights, give (sum, count) or EngineOptions.loss_weight; where each sample is compared "
+            "with all others of a batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one sample be all "
+            "that are compared; PlanOptions(check=False) trains it as it is"
         )
 
 

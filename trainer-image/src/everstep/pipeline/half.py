@@ -13,7 +13,7 @@ from torch import nn
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
 
-_ADVICE = "keep parameters in float32 and give pipeline() precision='fp16' or 'bf16', or cast the model to bfloat16"
+_ADVICE = "keep parameters in float32 and give EngineOptions(precision='fp16') or 'bf16', or cast the model to bfloat16"
 
 
 def refuse_half_parameters(model: nn.Module, precision: str) -> None:
@@ -42,7 +42,8 @@ def refuse_half_regions(record: ForwardRecord, precision: str) -> None:
         if precision != "fp16" and item.autocast is not None and item.autocast[1:] == (torch.float16, True):
             raise PipelineError(
                 f"the model enters autocast with float16 itself (around {item.name!r}), where gradients become "
-                "infinite without a word as no loss is scaled: give pipeline() precision='fp16', or take bfloat16 there"
+                "infinite without a word as no loss is scaled: give EngineOptions(precision='fp16'), or take "
+                "bfloat16 there"
             )
 
 
@@ -56,5 +57,5 @@ def refuse_half_autocast(device: torch.device, precision: str) -> None:
     if precision != "fp16" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
         raise PipelineError(
             "the step is inside torch.autocast with float16, where gradients become infinite without a word as no loss "
-            "is scaled: leave that out, and give pipeline() precision='fp16' or 'bf16'"
+            "is scaled: leave that out, and give EngineOptions(precision='fp16') or 'bf16'"
         )

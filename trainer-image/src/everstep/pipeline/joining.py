@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import nn
 from everstep.pipeline.describe import describe_callable, describe_model
 from everstep.pipeline.engine.heartbeat import Heartbeat, PipelineRankLost
 from everstep.pipeline.engine.nested import tensors_of
-from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.plan import fingerprint_parameters
 from everstep.pipeline.prepare import ProcessPosition
@@ -175,7 +173,9 @@ def find_place(
         devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]
         device = devices[0] if devices else "cpu"
         if torch.device(device).type == "cpu" and torch.cuda.is_available():
-            _log.warning("the pipeline runs on the processor, as the example is there: give device= for the GPU")
+            _log.warning(
+                "the pipeline runs on the processor, as the example is there: give LayoutOptions(device=…) for the GPU"
+            )
     return ProcessPosition(where, control, with_index(device))
 
 
@@ -187,14 +187,6 @@ def by_nccl(here: ProcessPosition) -> bool:
         mine = str(torch.cuda.get_device_properties(here.device).uuid)
     every = here.control.gather(mine)
     return None not in every and len(set(every)) == len(every)
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """PipelineError names what is no option, or cannot be one's value."""
-    names = {each.name for each in fields(EngineOptions)} - {"recompute"}
-    if unknown := sorted(options.keys() - names):
-        raise PipelineError(f"pipeline() has no argument {unknown[0]!r}; options are {', '.join(sorted(names))}")
-    EngineOptions(**options)
 
 
 def check_schedule(schedule: Schedule) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from everstep.pipeline.advise import Alternative, advise
 from everstep.pipeline.errors import PipelineError
@@ -14,9 +14,11 @@ from everstep.pipeline.plan import WORDS, Plan
 from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump_schedule, make_schedule, parse_schedule
 
 if TYPE_CHECKING:
-    from everstep.pipeline.partition.solve import Objective, SplitCandidate
+    from everstep.pipeline.partition.solve import SplitCandidate
 
 AUTO = "auto"
+Objective = Literal["speed", "memory"]
+WEIGHTS: dict[Objective, float] = {"speed": 0.0, "memory": 0.8}  # of memory
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Wish:
     link: Link | None = None
     words: float = WORDS
     split: tuple[int, ...] | None = None
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of memory in the objective: that which is asked for, or that of the objective."""
+        return WEIGHTS[self.objective] if self.memory_weight is None else self.memory_weight
 
 
 def solve_plan(profile: Profile, wish: Wish, *, model: str = "") -> Plan:
@@ -123,9 +130,7 @@ class _Solver:
         return choice.schedule, choice.stages, choice.microbatches, advice.reasons if choice is advice.choice else ()
 
     def _leanest(self, choices: Sequence[Alternative]) -> Alternative:
-        from everstep.pipeline.partition.solve import WEIGHTS
-
-        weight = WEIGHTS["memory"] if self.wish.memory_weight is None else self.wish.memory_weight
+        weight = self.wish.weight
         seconds = min(one.seconds for one in choices) or 1.0
         memory = min(max(one.memory) for one in choices) or 1
         return min(choices, key=lambda one: (1 - weight) * one.seconds / seconds + weight * max(one.memory) / memory)
@@ -163,16 +168,13 @@ class _Solver:
             self.profile.devices,
             self.profile.links or None,
             microbatches,
-            objective=self.wish.objective,
-            memory_weight=self.wish.memory_weight,
+            memory_weight=self.wish.weight,
             schedule=schedule,
             split=self.wish.split,
             words=self.wish.words,
         )
 
     def _plan(self, best: SplitCandidate, schedule: str, microbatches: int, reasons: Collection[str]) -> Plan:
-        from everstep.pipeline.partition.solve import WEIGHTS
-
         wish = self.wish
         stages = len(set(best.stage_of.values()))
         order = (
@@ -188,7 +190,7 @@ class _Solver:
             microbatches=microbatches,
             split=wish.split,
             objective=wish.objective,
-            memory_weight=WEIGHTS[wish.objective] if wish.memory_weight is None else wish.memory_weight,
+            memory_weight=wish.weight,
             words=wish.words,
             model=self.model,
             reasons=tuple(reasons),

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from everstep.pipeline.frontend.stages import StageModule as Part
 from everstep.pipeline.frontend.trace import Traced, trace_model
 from everstep.pipeline.frontend.tree import Tree, build_tree
 from everstep.pipeline.graph import Device, Graph, Link, Profile, find_worst_link, stage_graph
+from everstep.pipeline.options import Costs
 from everstep.pipeline.plan import Plan, fingerprint_parameters
 from everstep.pipeline.planning import AUTO, Wish, fit_devices, scale_graph, solve_again, solve_plan
 from everstep.pipeline.profile import WithLoss, measure_graph
@@ -35,7 +36,6 @@ from everstep.pipeline.transport.grid import Grid
 
 _log = logging.getLogger("everstep.pipeline")
 
-Costs = Literal["measured", "counted"]
 _REPEATS, _WARMUP, _SECONDS = 5, 2, 2.0
 _TARGETS = "targets:"  # beside the arguments, of which none has such a name
 _MESSAGE = 1 << 16, 8 << 20  # bytes: links are measured with messages as large as the values, within these

@@ -14,7 +14,7 @@ from everstep.pipeline.frontend.compiled import is_compiled
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel
 _OVER = "over processes of other stages too, which never come to it"
-_REPLICAS = "a pipeline has its replicas itself (data_parallel=)"
+_REPLICAS = "a pipeline has its replicas itself (LayoutOptions.data_parallel)"
 _SHARDS = (
     "a pipeline shares weights out by stages, and with ShardedOptimizer optimizer state and gradients over replicas"
 )

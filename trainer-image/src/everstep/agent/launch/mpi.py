@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Protocol
 
-from everstep.agent import faults, logs
-from everstep.agent.environment import count_cpus, find_interface
-from everstep.agent.events import Event, GenerationLayout, LauncherExited, PodUnusable
-from everstep.agent.processes import ChildProcess, ChildProcesses
+from everstep.agent.ranks import logs
+from everstep.agent.ranks.environment import count_cpus, find_interface
+from everstep.agent.ranks.events import Event, LauncherExited, PodUnusable
+from everstep.agent.system import faults
+from everstep.agent.system.processes import ChildProcess, ChildProcesses
+from everstep.agent.wire.generation_layout import GenerationLayout
 
-from . import flavors
-from .local import LocalConnection, LocalServer
-from .rank import PASSED_DESCRIPTOR, SOCKET
+from . import mpi_flavors
+from .local_socket import LocalConnection, LocalServer
+from .rank_command import PASSED_DESCRIPTOR, SOCKET
 
 VERSION_TIMEOUT_SECONDS = 30.0  # seconds; a cold image on a network disk
 ABANDONED_SECONDS = 5.0  # seconds that a rank may outlive the MPI daemon's child: the leader's own stop comes first
@@ -100,7 +102,7 @@ class MpiSession:
     def idle_variables(self) -> dict[str, str]:
         """Return variables that say how this node's ranks wait, unless the image, the user or an option of mpirun says
         it."""
-        return flavors.make_idle_variables(self._layout.procs_per_node, count_cpus())
+        return mpi_flavors.make_idle_variables(self._layout.procs_per_node, count_cpus())
 
     async def launch(self, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]) -> None:
         """Start mpirun; only on the node of the leader.
@@ -113,12 +115,12 @@ class MpiSession:
         try:
             mpirun = shutil.which("mpirun", path=env.get("PATH"))
             if mpirun is None:
-                raise flavors.UnsupportedMpi(
-                    f"no mpirun in the image (PATH={env.get('PATH')}): distribution needs {flavors.SUPPORTED}"
+                raise mpi_flavors.UnsupportedMpi(
+                    f"no mpirun in the image (PATH={env.get('PATH')}): distribution needs {mpi_flavors.SUPPORTED}"
                 )
             answer = await self._hooks.processes.run([mpirun, "--version"], env, timeout=VERSION_TIMEOUT_SECONDS)
-            kind = flavors.detect_flavor(answer[1] if answer is not None else "")
-            run = flavors.LauncherRun(
+            kind = mpi_flavors.detect_flavor(answer[1] if answer is not None else "")
+            run = mpi_flavors.LauncherRun(
                 mpirun=mpirun,
                 nodes=self._layout.nodes,
                 procs_per_node=self._layout.procs_per_node,
@@ -128,7 +130,7 @@ class MpiSession:
                 rank_command=[*self._this, "rank", "--", *command],
                 options=options,
             )
-            argv, defaults = flavors.build_command(kind, run)
+            argv, defaults = mpi_flavors.build_command(kind, run)
             self._output = output = logs.ProcessOutput(self._hooks.stdout, self._hooks.stderr, "[mpirun] ")
             try:
                 self._hooks.processes.start(
@@ -140,7 +142,7 @@ class MpiSession:
                 )
             finally:
                 output.opened()
-        except (OSError, flavors.UnsupportedMpi) as error:
+        except (OSError, mpi_flavors.UnsupportedMpi) as error:
             if faults.is_of_the_pod(error):
                 raise
             self._hooks.stderr.write(f"[mpirun] everstep: {error}\n".encode())
@@ -190,7 +192,7 @@ class MpiSession:
 
     def _rank(self, peer: LocalConnection, request: dict[str, Any]) -> None:
         env = dict(request["env"])
-        rank, local_rank = flavors.read_rank(env)
+        rank, local_rank = mpi_flavors.read_rank(env)
         procs = self._layout.procs_per_node
         if rank is None:
             raise ValueError("MPI's daemon did not say which rank this is")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from everstep.agent.contract import build_torchrun_variables
-from everstep.agent.events import GenerationLayout
-
-from . import RankPlacement
+from everstep.agent.ranks.container_contract import build_torchrun_variables
+from everstep.agent.ranks.placement import RankPlacement
+from everstep.agent.wire.generation_layout import GenerationLayout
 
 
 def place_ranks(layout: GenerationLayout) -> list[RankPlacement]:

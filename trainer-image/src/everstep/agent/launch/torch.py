@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from everstep.agent.events import GenerationLayout
-
-from . import RankPlacement
+from everstep.agent.ranks.placement import RankPlacement
+from everstep.agent.wire.generation_layout import GenerationLayout
 
 
 def place_ranks(layout: GenerationLayout) -> list[RankPlacement]:

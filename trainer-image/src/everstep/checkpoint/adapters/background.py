@@ -20,11 +20,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.checkpoint import unfinished
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import CheckpointEvent
-from everstep.checkpoint.folder import Contents
-from everstep.checkpoint.outcomes import SaveFailed
+from everstep.checkpoint.host import unfinished
+from everstep.checkpoint.publish.folder import Contents
+from everstep.checkpoint.save.outcomes import SaveFailed
 
 _log = logging.getLogger("everstep.checkpoint")
 

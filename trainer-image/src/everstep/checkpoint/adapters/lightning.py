@@ -27,12 +27,12 @@ from lightning.pytorch import Callback
 
 from everstep.checkpoint import events
 from everstep.checkpoint.adapters.published import Published
-from everstep.checkpoint.candidates import list_candidates
-from everstep.checkpoint.collectives import gather_objects
+from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.errors import Missing
-from everstep.checkpoint.host_group import close_host_group, open_host_group
-from everstep.checkpoint.rng import Rng
-from everstep.checkpoint.values import pack_value, unpack_value
+from everstep.checkpoint.format.values import pack_value, unpack_value
+from everstep.checkpoint.ranks.collectives import gather_objects
+from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
+from everstep.checkpoint.state.rng import Rng
 
 _FILE = "lightning.ckpt"
 _GENERATORS = "everstep_generators"

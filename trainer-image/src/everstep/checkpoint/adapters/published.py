@@ -15,24 +15,26 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from everstep.checkpoint import attempts, fence, folder, retention, topology
 from everstep.checkpoint.adapters.background import BackgroundPublisher, HeldFolder, clear_leftovers
-from everstep.checkpoint.candidates import list_candidates, read_index, read_manifest
-from everstep.checkpoint.collectives import broadcast_from_first, gather_objects
+from everstep.checkpoint.catalog.candidates import list_candidates, read_index, read_manifest
+from everstep.checkpoint.catalog.needs import read_needs
+from everstep.checkpoint.catalog.selection import NoSuchStep
+from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, verify_and_mark
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, WriterConflict, is_damage
 from everstep.checkpoint.events import Callback, CheckpointEvent, Events
-from everstep.checkpoint.folder import NoFolder
-from everstep.checkpoint.format import Manifest
-from everstep.checkpoint.host_group import close_host_group, open_host_group
-from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.needs import read_needs
-from everstep.checkpoint.outcomes import SaveFailed
-from everstep.checkpoint.publication import may_not_publish
-from everstep.checkpoint.restore import NoGoodCheckpoint
-from everstep.checkpoint.selection import NoSuchStep
+from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.format.manifest import Manifest
+from everstep.checkpoint.publish import attempts, fence, folder
+from everstep.checkpoint.publish.folder import NoFolder
+from everstep.checkpoint.publish.publication import may_not_publish
+from everstep.checkpoint.ranks import topology
+from everstep.checkpoint.ranks.collectives import broadcast_from_first, gather_objects
+from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
+from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
+from everstep.checkpoint.restore.restorer import NoGoodCheckpoint
+from everstep.checkpoint.retention import retention
+from everstep.checkpoint.save.outcomes import SaveFailed
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.together import run_on_all_ranks
-from everstep.checkpoint.verification import VerifiedCheckpoints, verify_and_mark
 
 _log = logging.getLogger("everstep.checkpoint")
 

@@ -18,22 +18,22 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.candidates import each_candidate, is_committed, list_candidates, read_index
-from everstep.checkpoint.casting import Cast
-from everstep.checkpoint.descriptions import is_description
+from everstep.checkpoint.catalog.candidates import each_candidate, is_committed, list_candidates, read_index
+from everstep.checkpoint.catalog.leases import ReadLease, hold_read_lease
+from everstep.checkpoint.catalog.selection import NoSuchStep, Only, Rename, is_meant, rename_leaves, select_keys
 from everstep.checkpoint.errors import CheckpointError, Removed
-from everstep.checkpoint.format import get_itemsize
-from everstep.checkpoint.keys import Key
-from everstep.checkpoint.leases import ReadLease, hold_read_lease
-from everstep.checkpoint.load import LoadedCheckpoint, load
-from everstep.checkpoint.restore import NoGoodCheckpoint
-from everstep.checkpoint.selection import NoSuchStep, Only, Rename, is_meant, rename_leaves, select_keys
+from everstep.checkpoint.format.descriptions import is_description
+from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.format.manifest import get_itemsize
+from everstep.checkpoint.format.values import unpack_value
+from everstep.checkpoint.load.api import LoadedCheckpoint, load
+from everstep.checkpoint.restore.restorer import NoGoodCheckpoint
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.casting import Cast
 from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.state.ties import find_kept_names
 from everstep.checkpoint.store.base import open_store
-from everstep.checkpoint.values import unpack_value
 
 _log = logging.getLogger("everstep.checkpoint")
 

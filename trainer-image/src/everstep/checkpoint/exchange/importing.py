@@ -11,22 +11,22 @@ from typing import Any, cast
 
 import torch
 
-from everstep.checkpoint import attempts
-from everstep.checkpoint.descriptions import KIND, is_description, object_of
+from everstep.checkpoint.catalog.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.exporting import FORMAT_KEY
 from everstep.checkpoint.exchange.state_dicts import OptimizerOrder, leave_out_unwanted, name_leaves, split_objects
-from everstep.checkpoint.format import CHUNK, Key, get_itemsize
-from everstep.checkpoint.plan_coordinator import fingerprint_model
-from everstep.checkpoint.publication import WholeTensor, write_checkpoint
-from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves
+from everstep.checkpoint.format.descriptions import KIND, is_description, object_of
+from everstep.checkpoint.format.manifest import CHUNK, Key, get_itemsize
+from everstep.checkpoint.format.user_metadata import pack_metadata
+from everstep.checkpoint.format.values import pack_value
+from everstep.checkpoint.publish import attempts
+from everstep.checkpoint.publish.publication import WholeTensor, write_checkpoint
+from everstep.checkpoint.save.plan_coordinator import fingerprint_model
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.state.structure import MODULE, describe_structure
 from everstep.checkpoint.state.ties import describe_ties
 from everstep.checkpoint.store.base import open_store
-from everstep.checkpoint.user_metadata import pack_metadata
-from everstep.checkpoint.values import pack_value
 
 
 def import_torch(

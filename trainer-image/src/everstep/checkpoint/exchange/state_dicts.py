@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.catalog.selection import Only
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.selection import Only
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import find_aliases
 from everstep.checkpoint.state.flat import RANK

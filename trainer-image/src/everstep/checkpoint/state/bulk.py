@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.values import InPart, describe_array, is_plain_array
+from everstep.checkpoint.format.values import InPart, describe_array, is_plain_array
 
 LARGEST_IN_MANIFEST = 1024  # bytes of an array or of bytes
 

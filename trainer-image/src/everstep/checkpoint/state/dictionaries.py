@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.descriptions import is_description
+from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import share_objects
 from everstep.checkpoint.state.flat import RANK

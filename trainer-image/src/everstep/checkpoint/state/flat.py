@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.rng import Rng
+from everstep.checkpoint.format.values import check_size, pack_value
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_bulk, to_tensor
 from everstep.checkpoint.state.kinds import FromRank, ObjectKind, PerRank, Stateful, is_tensor, unwrap_marked
@@ -20,9 +20,9 @@ from everstep.checkpoint.state.memory import get_local_tensor, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, StateValue
+from everstep.checkpoint.state.rng import Rng
 from everstep.checkpoint.state.steps import has_hooked_steps
 from everstep.checkpoint.state.zero_redundancy import ZeroRedundancyObject, is_zero_redundancy
-from everstep.checkpoint.values import check_size, pack_value
 
 __all__ = [
     "RANK",

@@ -8,14 +8,14 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from everstep.checkpoint.casting import NO_CASTS, Casts
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import Manifest, StoredTensor
+from everstep.checkpoint.format.manifest import Manifest, StoredTensor
+from everstep.checkpoint.format.values import InPart, unpack_value
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import from_tensor
+from everstep.checkpoint.state.casting import NO_CASTS, Casts
 from everstep.checkpoint.state.memory import WHOLE, get_local_tensor, overlaps_itself, why_not_saved, why_not_written
 from everstep.checkpoint.state.structure import KIND, build_structure
-from everstep.checkpoint.values import InPart, unpack_value
 
 __all__ = ["WHOLE", "ObjectKind", "PerRank", "Saved", "StateMismatch", "Stateful", "Stepped", "get_local_tensor"]
 

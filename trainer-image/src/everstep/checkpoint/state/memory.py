@@ -7,7 +7,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import DTYPES
+from everstep.checkpoint.format.manifest import DTYPES
 from everstep.checkpoint.state.loaded import is_dtensor
 
 WHOLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # neither a shard of something nor a wrapper

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from everstep.checkpoint.descriptions import KIND
+from everstep.checkpoint.format.descriptions import KIND
 from everstep.checkpoint.state import names
 
 IS_SAID, METADATA = "versioned", "metadata"  # in the description of an object, of a module in it, of a dictionary

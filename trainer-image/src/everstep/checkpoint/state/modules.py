@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import find_aliases
 from everstep.checkpoint.state.bulk import is_leaf

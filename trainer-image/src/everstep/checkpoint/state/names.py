@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from everstep.checkpoint.values import UnsupportedValue, pack_value, unpack_value
+from everstep.checkpoint.format.values import UnsupportedValue, pack_value, unpack_value
 
 _ESCAPED = re.compile(r"[%./]|^[#\[(]")
 _MAYBE_ESCAPED = re.compile(_ESCAPED.pattern, re.MULTILINE)  # in keys that are joined by line ends

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from everstep.checkpoint.format.values import UnsupportedValue
 from everstep.checkpoint.state import names
-from everstep.checkpoint.values import UnsupportedValue
 
 DEEPEST = 100  # containers within each other; of Python's 1,000 calls a reader takes up to four for each
 

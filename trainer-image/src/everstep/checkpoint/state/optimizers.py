@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import StoredTensor
+from everstep.checkpoint.format.manifest import StoredTensor
 from everstep.checkpoint.state import names, shards
 from everstep.checkpoint.state.aliases import find_aliases, name_path, share_objects
 from everstep.checkpoint.state.bulk import is_leaf
+from everstep.checkpoint.state.casting import Casts
 from everstep.checkpoint.state.classes import is_of_kind, kind_of
 from everstep.checkpoint.state.kinds import (
     WHOLE,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.format import StoredTensor
+from everstep.checkpoint.format.manifest import StoredTensor
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import Saved
 from everstep.checkpoint.state.memory import get_local_tensor

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format.values import pack_value
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import is_tensor
-from everstep.checkpoint.values import pack_value
 
 PARAM_GROUPS = "param_groups"  # of each parameter: which options it has, by their digest
 PLACES = "places"  # of each parameter: which group of how many it is in, as `<parameter>.<number>-<count>`

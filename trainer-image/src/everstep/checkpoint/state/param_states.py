@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format.values import pack_value
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import Path, find_aliases, merge_groups, name_path
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.structure import KIND, describe_containers
-from everstep.checkpoint.values import pack_value
 
 _BUILT = "built"  # of each parameter: how its state is built, as the digest of that
 _STRUCTURES = "structures"  # by their own digest, since most parameters have the same

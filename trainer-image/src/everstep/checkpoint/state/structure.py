@@ -10,11 +10,11 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from everstep.checkpoint.descriptions import KIND
+from everstep.checkpoint.format.descriptions import KIND
+from everstep.checkpoint.format.values import pack_value, unpack_value
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import find_aliases, share_objects
 from everstep.checkpoint.state.module_metadata import IS_SAID, METADATA, read_unusual, set_metadata
-from everstep.checkpoint.values import pack_value, unpack_value
 
 __all__ = [
     "KIND",

@@ -12,12 +12,12 @@ from typing import Any
 
 import xxhash
 
-from everstep.checkpoint.descriptions import BUILT_AMONG, KIND, is_description, object_of
-from everstep.checkpoint.lines import as_text
+from everstep.checkpoint.format.descriptions import BUILT_AMONG, KIND, is_description, object_of
+from everstep.checkpoint.format.lines import as_text
+from everstep.checkpoint.format.values import unpack_value
 from everstep.checkpoint.state.flat import Flat, get_local_tensor
 from everstep.checkpoint.state.param_states import ParamStructure, list_param_structures
 from everstep.checkpoint.state.structure import MODULE, OPTIMIZER
-from everstep.checkpoint.values import unpack_value
 
 _LONGEST = 120  # characters of a structure that is told as it is
 _COMPARED = ("containers", "aliases")  # of a description

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from everstep.checkpoint.descriptions import KIND
+from everstep.checkpoint.format.descriptions import KIND
 from everstep.checkpoint.state import names
 
 TIED = "tied"  # in the description of a tensor: the first of its names when it was saved, and which of them this is

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from everstep.checkpoint.errors import Damaged, Denied, Full, Missing, StoreError
-from everstep.checkpoint.keys import FOLDERS, RUN
-from everstep.checkpoint.paths import make_absolute
+from everstep.checkpoint.format.keys import FOLDERS, RUN
+from everstep.checkpoint.host.paths import make_absolute
 from everstep.checkpoint.store.base import ObjectReader, StoredObject, check_name
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.mounts import is_on_this_machine

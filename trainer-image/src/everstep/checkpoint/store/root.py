@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from everstep.checkpoint.errors import StoreError
-from everstep.checkpoint.keys import RUN
+from everstep.checkpoint.format.keys import RUN
 
 
 class RootFolder:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint.errors import Damaged, Missing, StoreError
-from everstep.checkpoint.keys import DATA, Key
+from everstep.checkpoint.format.keys import DATA, Key
 from everstep.checkpoint.store.base import StoredObject, check_name
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.store.s3_client import OutOfRange, S3Location, Taken, Unknown, translate_errors

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from everstep.checkpoint.checksum import compute_checksum
 from everstep.checkpoint.errors import StoreError
+from everstep.checkpoint.format.checksum import compute_checksum
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.store.s3_client import translate_errors
 

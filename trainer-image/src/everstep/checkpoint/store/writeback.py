@@ -12,7 +12,7 @@ import os
 from collections import deque
 from typing import Any
 
-from everstep.checkpoint import room
+from everstep.checkpoint.host import available_memory
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # SYNC_FILE_RANGE_…
 _NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE, errno.EPERM}
@@ -44,7 +44,7 @@ class WriteBehind:
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
         self._begun: deque[tuple[int, int]] = deque()
-        self._large = _call is not None and size > _WINDOW and size > room.get_available_memory() // _RANKS
+        self._large = _call is not None and size > _WINDOW and size > available_memory.get_available_memory() // _RANKS
 
     def wrote(self, offset: int, length: int) -> None:
         """These bytes are in the page cache. OSError when earlier ones cannot be written: fsync may say so no more."""

@@ -107,7 +107,7 @@ class Engine:
                 {edge.value: edge.gradient for edge in flow.outputs[index]},
                 partial(self._around, index),
                 self._loss_of if index == self._last else None,
-                recompute=index in options.recompute,
+                recompute=options.recomputes(index),
             )
             for index, module in stages.items()
         }

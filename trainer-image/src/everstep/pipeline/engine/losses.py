@@ -53,7 +53,9 @@ def compute_loss(loss: Loss, output: Any, targets: Any, samples: int, weight: Lo
         total, count, *more = given
         metrics = more[0] if more else {}
         if weight is not None:
-            raise PipelineError("loss_weight= is for a loss that gives a mean; this one gives (sum, count)")
+            raise PipelineError(
+                "EngineOptions.loss_weight is for a loss that gives a mean; this one gives (sum, count)"
+            )
     else:
         total, count = given, samples if weight is None else weight(output, targets)
     if not isinstance(total, torch.Tensor) or total.dim():

@@ -77,7 +77,7 @@ class P2PMessenger:
             raise PipelineError(
                 f"value {name!r} (micro-batch {microbatch}) has another layout than before, with inputs of the same "
                 f"shapes: {_describe_layout(known)}, now {_describe_layout(layout)}; if it depends on the "
-                "data, name it in dynamic="
+                "data, name it in EngineOptions.dynamic"
             )
 
     def send(self, action: Action, tensors: Sequence[Any]) -> None:

@@ -38,7 +38,8 @@ def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
     if len(sizes) > 1:
         found = ", ".join(f"{name} {size}" for size, name in sizes.items())
         raise PipelineError(
-            f"the batch has tensors of different first dimensions ({found}): name those that are not cut in whole="
+            f"the batch has tensors of different first dimensions ({found}): name those that are not cut in "
+            "EngineOptions.whole"
         )
     return next(iter(sizes), None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +13,39 @@ PRECISIONS = ("full", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`seed`: of all random numbers. `precision`: of the computations under autocast, `full` for none; with `fp16` sums
-    of losses are multiplied by a scale that begins at `loss_scale` and halves when a gradient overflows.
+    """The options of how a pipeline runs: precision, random numbers, gradients, memory, and how long it waits.
 
-    `clip`: the largest norm of all gradients together. `recompute`: stages that keep their inputs only and do their
-    forward again before their backward. `offload`: stages whose saved activations wait in the host's memory.
-    `loss_weight(output, targets)`: what the mean that a loss gives stands for; by default its samples.
-    `whole`: arguments that go to each micro-batch as they are. `dynamic`: values whose shape depends on more than those
-    of the inputs, and is told each time. `ahead`: receives that are posted before their turn. `bucket`: bytes of
-    gradients that are reduced at once. `fp32_gradients`: those of bfloat16 parameters are added up, reduced and scaled
-    in float32, and rounded once, for twice their memory and traffic. `broadcast`: begin with the weights of the first
-    replica, and of a shared parameter's first stage. `in_flight`: forwards of one stage that may be without their
-    backward; None for any number.
+    Attributes:
+        seed: The seed of all random numbers.
+        precision: The type of the computations under autocast: `bf16`, `fp16`, or `full` for no autocast.
+        loss_scale: The number by which sums of losses are multiplied at first with `fp16`; it halves when a gradient
+            overflows.
+        clip: The largest norm of all gradients together; None for any.
+        recompute: Whether stages keep their inputs only, and do their forward again before their backward: True for
+            all, or the numbers of some.
+        offload: The stages whose saved activations wait in the host's memory.
+        loss_weight: A function of (output, targets) that says what the mean that a loss gives stands for; None for the
+            number of samples.
+        whole: The arguments that go to each micro-batch as they are.
+        dynamic: The values whose shape depends on more than those of the inputs, and is sent with each.
+        ahead: The number of receives that are posted before their turn.
+        bucket: The bytes of gradients that are reduced at once.
+        fp32_gradients: Whether gradients of bfloat16 parameters are added up, reduced and scaled in float32, and
+            rounded once, for twice their memory and traffic.
+        broadcast: Whether all begin with the weights of the first replica, and of a shared parameter's first stage.
+        in_flight: The number of forwards of one stage that may be without their backward; None for any.
+        heartbeat: The seconds of silence after which a process is lost; None without heartbeats.
+        timeout: The seconds that a process waits for the others before there are heartbeats, and for a message.
+
+    Raises:
+        PipelineError: A value cannot be.
     """
 
     seed: int = 0
     precision: str = "full"
     loss_scale: float = 4096.0
     clip: float | None = None
-    recompute: frozenset[int] = frozenset()
+    recompute: bool | Collection[int] = False
     offload: frozenset[int] = frozenset()
     loss_weight: Callable[[Any, Any], Any] | None = None
     whole: frozenset[str] = frozenset()
@@ -41,6 +55,8 @@ class EngineOptions:
     fp32_gradients: bool = False
     broadcast: bool = True
     in_flight: int | None = None
+    heartbeat: float | None = 60.0
+    timeout: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -49,3 +65,18 @@ class EngineOptions:
             raise PipelineError(f"clip is a norm above 0, not {self.clip}")
         if self.ahead < 0 or self.bucket < 1:
             raise PipelineError("ahead must not be negative, bucket at least 1 byte")
+        for name in ("heartbeat", "timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise PipelineError(f"{name} is a time in seconds above 0, not {seconds}")
+        for name in ("whole", "dynamic"):
+            if isinstance(given := getattr(self, name), str):
+                raise PipelineError(f"{name} is a set of names, not the text {given!r}: give {{{given!r}}}")
+
+    def recomputes(self, stage: int) -> bool:
+        """Tell whether a stage does its forward again before its backward."""
+        return self.recompute if isinstance(self.recompute, bool) else stage in self.recompute
+
+    def describe(self) -> dict[str, Any]:
+        """Return what all processes must say alike, by the names of the fields; each may wait as long as it wants."""
+        return {name: value for name, value in vars(self).items() if name not in ("heartbeat", "timeout")}

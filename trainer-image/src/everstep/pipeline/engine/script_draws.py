@@ -67,7 +67,7 @@ def compare_recomputation(stage: int, first: Mapping[str, list[Any]], again: Map
                 f"stage {stage} gives another value {name!r} when its forward is done again, so its gradients would be "
                 "of something else than its losses: its code draws random numbers from a generator that no module has "
                 "as an attribute, or changes what it keeps. Draw from torch's default generator, or leave the stage "
-                "out of recompute="
+                "out of EngineOptions.recompute"
             )
 
 

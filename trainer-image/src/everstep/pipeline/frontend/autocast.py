@@ -38,8 +38,8 @@ def refuse_other_autocast(traced: torch.dtype | None, precision: str, kind: str)
     if now != traced:
         raise PipelineError(
             f"the step is {_describe_autocast(now)}, but pipeline() was called {_describe_autocast(traced)}, and what "
-            "forward reads of types is part of the trace: give pipeline() precision='bf16' and leave autocast out, or "
-            "enter the same autocast around pipeline() and around each step and evaluation"
+            "forward reads of types is part of the trace: give EngineOptions(precision='bf16') and leave autocast out, "
+            "or enter the same autocast around pipeline() and around each step and evaluation"
         )
 
 

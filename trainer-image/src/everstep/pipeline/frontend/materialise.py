@@ -95,8 +95,8 @@ class Seeded:
             raise PipelineError(
                 f"nothing sets {names} of {path or 'the model'} ({type(module).__name__}), or not all of it: neither "
                 "reset_parameters nor _init_weights, its own or of the modules around it. Write one of them, give "
-                "weights=, or build the model in everstep.pipeline.frontend.materialise.without_weights(), which "
-                "leaves buffers their data"
+                "LayoutOptions.weights, or build it in everstep.pipeline.frontend.materialise.without_weights(), "
+                "which leaves buffers their data"
             )
         return first
 
@@ -128,7 +128,7 @@ class Seeded:
         except NotImplementedError as error:
             raise PipelineError(
                 f"{path or 'the model'} ({type(module).__name__}) cannot be initialised alone: its reset_parameters or "
-                f"those of a module around it need the data of other modules: give weights= ({error})"
+                f"those of a module around it need the data of other modules: give LayoutOptions.weights ({error})"
             ) from error
         finally:
             module._parameters.update(kept[0])

@@ -87,7 +87,7 @@ def trace_model(
     if len(samples) != 1:
         raise Untraceable(
             "the example's tensors must have the samples as their first dimension, but those are of "
-            f"sizes {sorted(samples)}: name arguments that have no samples in whole="
+            f"sizes {sorted(samples)}: name arguments that have no samples in EngineOptions.whole"
             if samples
             else "the example has no tensor with samples"
         )

@@ -35,7 +35,7 @@ def refuse_writes(record: ForwardRecord, times: int) -> None:
         raise PipelineError(
             f"forward writes the {kind} {name!r} of {where} ({type(module).__name__}): a pipeline calls forward for "
             f"each micro-batch, {times} times a batch over all replicas, and one process once, from the whole "
-            f"batch: {advice}, or take microbatches=1 and one replica; check=False trains it as it is"
+            f"batch: {advice}, or take microbatches=1 and one replica; PlanOptions(check=False) trains it as it is"
         )
 
 

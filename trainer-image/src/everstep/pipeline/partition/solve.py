@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import Literal
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Graph, Links
@@ -19,8 +18,6 @@ from everstep.pipeline.partition.problem import NOWHERE, OPTIMIZER_WORDS, Hop, P
 from everstep.pipeline.partition.refine import FEW, Referee, climb_splits
 from everstep.pipeline.schedules import ActionKind, Schedule, in_flight, make_schedule
 
-Objective = Literal["speed", "memory"]
-WEIGHTS: dict[str, float] = {"speed": 0.0, "memory": 0.8}
 DOWNSETS = 2500  # as many as are searched at once; their pairs are half of its square
 EXACT = 400  # up to so many, splits are searched to the last: above, to a thousandth
 QUESTIONS = 60
@@ -51,29 +48,35 @@ def partition_graph(
     links: Links | None = None,
     microbatches: int = 1,
     *,
-    objective: Objective = "speed",
-    memory_weight: float | None = None,
+    memory_weight: float = 0.0,
     schedule: str | Schedule = "1f1b",
     split: Collection[int] | None = None,
     words: float = OPTIMIZER_WORDS,
     best: int = 8,
 ) -> list[SplitCandidate]:
-    """The best splits of `graph` into `stages`, best first by the simulated objective.
+    """Return the best splits of a graph into stages, best first by the simulated objective.
 
-    `devices`: one for each rank; `links`: None if they cost nothing. `memory_weight` from 0 (time alone) to 1 (memory
-    alone): 0 for speed and 0.8 for memory unless given. `schedule`: a name, or one of that many stages. `split`: the
-    stages that may split their backward, None for all. `words`: bytes of gradients and optimizer for each byte of
-    parameters. At most `best` splits.
+    Args:
+        graph: The graph, with the times and sizes of one micro-batch.
+        stages: The number of stages.
+        devices: The device of each rank.
+        links: The links of all pairs of ranks; None if they cost nothing.
+        microbatches: The number of micro-batches.
+        memory_weight: The weight of memory in the objective, from 0 (time alone) to 1 (memory alone).
+        schedule: A name, or a schedule of that many stages.
+        split: The stages that may split their backward; None for all.
+        words: The bytes of gradients and optimizer for each byte of parameters.
+        best: The most splits to return.
 
-    PipelineError if no split fits the devices (it says what would), or the graph has too few parts.
+    Raises:
+        PipelineError: No split fits the devices (it says what would), or the graph has too few parts.
     """
     order = (
         make_schedule(schedule, stages, len(devices), microbatches, split=split)
         if isinstance(schedule, str)
         else schedule
     )
-    weight = WEIGHTS[objective] if memory_weight is None else memory_weight
-    problem = problem_of(contract_graph(graph), order, devices, links, words=words, memory_weight=weight)
+    problem = problem_of(contract_graph(graph), order, devices, links, words=words, memory_weight=memory_weight)
     found, _ = search_splits(problem)
     referee = Referee(graph, problem, order, devices, links)
     least = LowerBound(problem, min((referee.see(each).objective for each in found[:1]), default=inf), DOWNSETS)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from everstep.pipeline.schedules.actions import Action, ActionKind
 
 
-def generate_vshape(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """Yield the computations of `rank`, with the backward split everywhere."""
+def generate_vshape(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Action]:
+    """Yield the computations of `rank`, with the backward split everywhere; `chunks` is 2."""
+    assert chunks == 2, chunks
     # The pattern is complete from 2p - 1 micro-batches on; of fewer, it is what is left without the others.
     return (
         action

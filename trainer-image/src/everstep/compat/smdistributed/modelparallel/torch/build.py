@@ -1,91 +1,175 @@
-"""Build an engine from the wrapped module at the first step: traced, split, scheduled; the same on all processes."""
+"""Build an engine from the wrapped module at the first step, as `pipeline()` does: negotiate, trace, plan, build."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from everstep.compat.smdistributed.modelparallel.torch.state import SmpState
+from everstep.pipeline import EngineOptions, LayoutOptions, PlanOptions
+from everstep.pipeline.building import build_pipeline
+from everstep.pipeline.cutting import plan_and_cut, trace_requested_model
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.options import EngineOptions
-from everstep.pipeline.frontend import StageModule, Traced, split_model
-from everstep.pipeline.frontend.materialise import Seeded, materialise_stages
-from everstep.pipeline.frontend.placement import complete_placement
-from everstep.pipeline.frontend.split import node_modules
-from everstep.pipeline.graph import Device, Graph, stage_graph
-from everstep.pipeline.schedules import lower_schedule, make_schedule
-from everstep.pipeline.transport.gloo import ProcessGroups
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.materialise import Seeded
+from everstep.pipeline.frontend.stages import StageModule
+from everstep.pipeline.graph import Graph
+from everstep.pipeline.negotiation import PipelineRequest, negotiate
+from everstep.pipeline.transport.control import Control
 
 SCHEDULES = {"interleaved": "1f1b", "simple": "simple", "_only_forward": "simple"}
 
 
-def agree_on_partition(
-    traced: Traced, now: SmpState, example: Mapping[str, Any], known: Mapping[str, int] | None, *, measured: bool
-) -> tuple[int, dict[str, int]]:
-    """Return the seed of random numbers and the stage of each node, unless that is `known`, as the first process has
-    them.
+@dataclass(frozen=True)
+class StepRequest:
+    """The first step's request for an engine.
 
-    All processes call it.
-
-    Args:
-        traced: The traced model.
-        now: The state of this process.
-        example: The arguments of one micro-batch.
+    Attributes:
+        module: The wrapped module.
+        example: The arguments of one micro-batch, by name.
+        loss: The loss of a micro-batch, by its output and its number.
+        given: Returns what was loaded, by name; KeyError if nothing was: then a parameter has what its module begins
+            with.
+        precision: The type of the computations.
+        bucket: The bytes of gradients that are reduced at once.
         known: The stage of each node, if it is decided already.
+        marked: The modules whose stages do their forward again.
         measured: Whether the automatic partition measures the parts, instead of counting their operations.
     """
-    box: list[Any] = [None]
-    if now.rank == 0:
-        stage_of = known
-        if stage_of is None:
-            auto = now.config.auto_partition
-            stage_of = (
-                _partition_automatically(traced, now, example, measured) if auto else _partition_manually(traced, now)
-            )
-        box = [(torch.initial_seed(), stage_of)]
-    if now.size > 1:
-        dist.broadcast_object_list(box, src=0)
-    seed, found = box[0]
-    return seed, dict(found)
+
+    module: Any
+    example: Mapping[str, Any]
+    loss: Callable[[Any, Any], Any]
+    given: Callable[[str], Any]
+    precision: str
+    bucket: int
+    known: Mapping[str, int] | None
+    marked: Collection[str]
+    measured: bool
 
 
-def _partition_automatically(
-    traced: Traced, now: SmpState, example: Mapping[str, Any], measured: bool
-) -> dict[str, int]:
-    from everstep.pipeline.partition.solve import partition_graph
+@dataclass(frozen=True)
+class BuiltStep:
+    """The engine of this process, with what belongs to it.
 
-    nodes = node_modules(traced)
-    if measured:
-        from everstep.pipeline.profile import measure_graph
+    Attributes:
+        engine: The engine of this process.
+        stages: The stages of this process, by number.
+        stage_of: The stage of each node.
+        arguments: The model's arguments, which must be as they were traced.
+        made: Which parameters stand for which of the module's now.
+    """
 
-        graph: Graph = measure_graph(traced.graph, nodes, example).graph
-    else:
-        from everstep.pipeline.profile_counted import count_costs
+    engine: Engine
+    stages: Mapping[int, StageModule]
+    stage_of: Mapping[str, int]
+    arguments: Arguments
+    made: Mapping[Any, Any]
 
-        graph = count_costs(traced.graph, nodes, example).graph
-    config = now.config
-    found = partition_graph(
-        graph,
-        config.pipeline_parallel_degree,
-        [Device()] * config.pipeline_parallel_degree,
-        None,
-        config.microbatches,
-        memory_weight=config.weight,
+
+def build_step(asked: StepRequest, now: SmpState) -> BuiltStep:
+    """Partition the module, and build the engine of this process. All processes call it.
+
+    Args:
+        asked: What the first step asks for.
+        now: The state of this process.
+
+    Returns:
+        What was built.
+
+    Raises:
+        PipelineError: The module cannot be cut, or not into as many stages as there are processes in a pipeline.
+    """
+    control = Control(EngineOptions.timeout)
+    seed = int(control.first(lambda: str(torch.initial_seed())))
+    terms = negotiate(control, _make_request(asked, now, seed))
+    now.tracing = True
+    try:
+        found = trace_requested_model(terms)
+    finally:
+        now.tracing = False
+    placed = asked.known
+    if placed is None and not now.config.auto_partition:
+        placed = _partition_manually(found.graph, found.manual, now)
+    terms = replace(terms, request=replace(terms.request, plan=replace(terms.request.plan, stage_of=placed)))
+    cut = plan_and_cut(terms, found)
+    again = {stage for node, stage in cut.plan.stage_of.items() if any(_is_within(node, each) for each in asked.marked)}
+    engine = terms.request.engine
+    if not now.config.offload_activations:
+        engine = replace(engine, recompute=frozenset(again))
+    own = {index: cut.stages[index] for index in cut.schedule.stages_of(now.stage_rank)}
+    before = [(stage, dict(stage.module.named_parameters())) for stage in own.values()]
+    run = build_pipeline(replace(terms, request=replace(terms.request, engine=engine)), cut, None)
+    made: dict[Any, Any] = {}
+    for stage, parameters in before:
+        after = dict(stage.module.named_parameters())
+        made.update({old: after[name] for name, old in parameters.items() if after[name] is not old})
+    return BuiltStep(run.engine, own, cut.plan.stage_of, terms.arguments, made)
+
+
+def _make_request(asked: StepRequest, now: SmpState, seed: int) -> PipelineRequest:
+    """Return what `pipeline()` would be asked for."""
+    config, drawn = now.config, Seeded(asked.module, seed)
+    stages = config.pipeline_parallel_degree
+    samples = max((len(each) for each in pytree.tree_leaves(dict(asked.example)) if _has_samples(each)), default=1)
+
+    def weights(name: str) -> Any:
+        try:
+            return asked.given(name)
+        except KeyError:
+            return drawn(name)
+
+    return PipelineRequest(
+        asked.module,
+        dict(asked.example),
+        lambda output, number: asked.loss(output, number),  # a function that is the same on all processes
+        targets=None,
+        stages=stages,
+        microbatches=config.microbatches,
         schedule=SCHEDULES[config.pipeline],
+        layout=LayoutOptions(
+            data_parallel=now.grid.replicas,
+            global_batch=samples * config.microbatches * now.grid.replicas,
+            placement=config.placement,
+            device=_find_device(asked.module, asked.example),
+            weights=weights,
+        ),
+        plan=PlanOptions(
+            memory_weight=config.weight,
+            costs="measured" if asked.measured else "counted",
+            check=False,
+            source="profile",
+        ),
+        engine=EngineOptions(
+            seed=seed,
+            precision=asked.precision,
+            recompute=config.offload_activations,
+            offload=frozenset(range(stages)) if config.offload_activations else frozenset(),
+            bucket=asked.bucket,
+            in_flight=max(config.active, stages) if config.pipeline == "interleaved" else None,
+            heartbeat=None,
+        ),
     )
-    return dict(found[0].stage_of)
 
 
-def _partition_manually(traced: Traced, now: SmpState) -> dict[str, int]:
+def _has_samples(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _is_within(node: str, module: str) -> bool:
+    return not module or node == module or node.startswith(f"{module}.")
+
+
+def _partition_manually(graph: Graph, placed: Mapping[str, int], now: SmpState) -> dict[str, int]:
     """Partition as `smp.partition` says; what else has parameters is in the default partition, or in that of what it
     uses if that is later: values never go back."""
-    chosen, reached = dict(traced.manual), dict[str, int]()
+    chosen, reached = dict(placed), dict[str, int]()
     assert now.config.default_partition is not None
-    for node in traced.graph.nodes:  # users after makers
+    for node in graph.nodes:  # users after makers
         least = max((reached[name] for name in node.inputs), default=0)
         if node.name not in chosen and (node.parameters or node.ties):
             chosen[node.name] = max(least, now.config.default_partition)
@@ -93,92 +177,9 @@ def _partition_manually(traced: Traced, now: SmpState) -> dict[str, int]:
     return chosen
 
 
-def make_own_stages(traced: Traced, stage_of: Mapping[str, int], now: SmpState) -> dict[int, StageModule]:
-    """Return the stage of this process, by its number."""
-    parts = split_model(traced, stage_of)
-    return {now.stage_rank: parts[now.stage_rank]} if now.stage_rank < len(parts) else {}
-
-
-def find_device(module: Any, example: Mapping[str, Any]) -> torch.device:
+def _find_device(module: Any, example: Mapping[str, Any]) -> torch.device:
     """Return the device of this process's stage: that of its data, whatever the model was built on."""
     leaves = [each for each in pytree.tree_leaves(dict(example)) if isinstance(each, torch.Tensor)]
     found = next((each.device for each in leaves if each.device.type not in ("cpu", "meta")), None)
     weights = (each.device for each in module.parameters() if each.device.type != "meta")
     return found or next(weights, torch.device("cpu"))
-
-
-def fill_stages(
-    module: Any, mine: Iterable[StageModule], given: Callable[[str], Any], seed: int, device: torch.device
-) -> dict[Any, Any]:
-    """Put the stages on their device, and fill those that were built without data.
-
-    Args:
-        module: The wrapped module.
-        mine: The stages of this process.
-        given: Returns what was loaded, by name; KeyError if nothing was: then a parameter has what its module begins
-            with.
-        seed: The seed of what modules begin with.
-        device: The stages' device.
-
-    Returns:
-        Which parameters stand for which of the module's now.
-    """
-    drawn = Seeded(module, seed, _find_initializer(module))
-
-    def source(name: str) -> Any:
-        try:
-            return given(name)
-        except KeyError:
-            return drawn(name)
-
-    before = [(stage, dict(stage.module.named_parameters())) for stage in mine]
-    materialise_stages(mine, source, device=device)
-    made = {}
-    for stage, parameters in before:
-        stage.module.to(device)
-        now = dict(stage.module.named_parameters())
-        made.update({old: now[name] for name, old in parameters.items() if now[name] is not old})
-    return made
-
-
-def _find_initializer(module: Any) -> Callable[[Any], object] | None:
-    """Return the function by which a module of transformers begins, which its model knows; None for torch's own, which
-    know themselves."""
-    initialise = getattr(module, "_init_weights", None)
-    if initialise is None:
-        return None
-
-    def begin(each: Any) -> None:
-        if hasattr(each, "reset_parameters"):  # the model may leave modules of torch as they are
-            each.reset_parameters()
-        initialise(each)
-
-    return begin
-
-
-def build_engine(
-    traced: Traced,
-    stage_of: Mapping[str, int],
-    now: SmpState,
-    loss: Any,
-    options: EngineOptions,
-    mine: Mapping[int, StageModule],
-    device: torch.device,
-) -> Engine:
-    """Return the engine of this process.
-
-    Raises:
-        ValueError: The partition has not as many stages as there are processes in a pipeline.
-    """
-    stages = now.config.pipeline_parallel_degree
-    graph = stage_graph(traced.graph, complete_placement(traced.graph, stage_of))
-    if len(graph.stages) != stages:
-        raise ValueError(
-            f"the partition has {len(graph.stages)} stages, pipeline_parallel_degree is {stages}: set it to that, or "
-            "give all stages something"
-        )
-    traced.record.constants[:] = [each.to(device) for each in traced.record.constants]
-    name = SCHEDULES[now.config.pipeline]
-    schedule = lower_schedule(make_schedule(name, stages, stages, now.config.microbatches, split=()), graph)
-    nccl = device.type == "cuda" and "nccl" in dist.get_backend()
-    return Engine(mine, schedule, graph, ProcessGroups(now.grid, device, nccl=nccl), loss, options)

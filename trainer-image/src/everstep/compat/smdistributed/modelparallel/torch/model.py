@@ -17,10 +17,7 @@ from everstep.compat.smdistributed.modelparallel.torch.refused import NotOffered
 from everstep.compat.smdistributed.modelparallel.torch.state import SmpState, current_state
 from everstep.pipeline.engine.microbatch import Parts
 from everstep.pipeline.engine.nested import map_tensors
-from everstep.pipeline.engine.options import EngineOptions
-from everstep.pipeline.frontend import trace_model
 from everstep.pipeline.frontend.arguments import Arguments
-from everstep.pipeline.frontend.autocast import autocast_of, casting_to
 from everstep.pipeline.frontend.skeleton import replace_tensor
 from everstep.pipeline.unsupported import refuse_unsupported
 
@@ -154,41 +151,32 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         return map_tensors(output, lambda each: each.float() if each.dtype in low else each)
 
     def _partition(self, now: SmpState, example: Mapping[str, Any], autocast: Any) -> None:
-        from everstep.compat.smdistributed.modelparallel.torch import build
+        from everstep.compat.smdistributed.modelparallel.torch.build import StepRequest, build_step
 
         half = "fp16" if now.config.half or autocast == torch.float16 else "full"
-        precision = "bf16" if now.config.bf16 or autocast == torch.bfloat16 else half
-        cast = autocast_of(precision, "cpu")
-        now.tracing = True
-        try:
-            traced = trace_model(self.module, dict(example), autocast=cast)
-        finally:
-            now.tracing = False
-        self._arguments.traced_with(example)
-        with casting_to(cast, "cpu"), casting_to(cast, build.find_device(self.module, example).type):
-            seed, stage_of = build.agree_on_partition(traced, now, example, self._stage_of, measured=self._times)
-        self._stage_of = stage_of
-        marked = list_marked_modules(self.module)
-        again = {stage for node, stage in stage_of.items() if any(_is_within(node, name) for name in marked)}
-        options = EngineOptions(
-            seed=seed,
-            precision=precision,
-            recompute=frozenset(again | (set(range(now.grid.ranks)) if now.config.offload_activations else set())),
-            offload=frozenset(range(now.grid.ranks)) if now.config.offload_activations else frozenset(),
-            bucket=self._bucket * 2**20,
-            in_flight=max(now.config.active, now.grid.ranks) if now.config.pipeline == "interleaved" else None,
+        built = build_step(
+            StepRequest(
+                module=self.module,
+                example=example,
+                loss=self._loss,
+                given=self._find_loaded,
+                precision="bf16" if now.config.bf16 or autocast == torch.bfloat16 else half,
+                bucket=self._bucket * 2**20,
+                known=self._stage_of,
+                marked=list_marked_modules(self.module),
+                measured=self._times,
+            ),
+            now,
         )
-        device = build.find_device(self.module, example)
-        self._stages = build.make_own_stages(traced, stage_of, now)
-        made = build.fill_stages(self.module, self._stages.values(), self._find_loaded, seed, device)
-        self._engine = build.build_engine(traced, stage_of, now, self._loss, options, self._stages, device)
+        self._engine, self._stages, self._arguments = built.engine, dict(built.stages), built.arguments
+        self._stage_of = dict(built.stage_of)
         self.load_engine_state(self._kept)
         self.train(self.training)
         for given, strict in self._pending:
             self.load_state_dict(given, strict)
         self._pending = []
         for optimizer in now.optimizers:
-            optimizer.after_partition(self, made)
+            optimizer.after_partition(self, built.made)
         for hook in list(self._hooks.values()):
             hook(self, now.optimizers[0] if now.optimizers else None)
 
@@ -360,7 +348,3 @@ def merge_parts(given: Mapping[str, Any], needed: Collection[Any], key: str | No
 def copy_to_cpu(found: Any) -> Any:
     """Return the same structure with its tensors on the processor, as it can be told to others."""
     return pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
-
-
-def _is_within(node: str, module: str) -> bool:
-    return not module or node == module or node.startswith(f"{module}.")

@@ -1,0 +1,268 @@
+"""Carries out what a plan asks for. Every action is idempotent: to find its work done is success.
+
+What is in the way is never adopted. An object that belongs to a former job of the same name is waited for (the garbage
+collector is slower than a user who applies the manifest again); one that belongs to anybody else is a `Conflict`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from everstep.agent.wire.auth import job_token
+from everstep_operator.cluster import agent_code, errors
+from everstep_operator.cluster.agent_code import AgentCode
+from everstep_operator.cluster.cache import ClusterCache
+from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.fair_share import FairSemaphore
+from everstep_operator.cluster.frozen_templates import FrozenTemplates
+from everstep_operator.cluster.leader_poller import LeaderPoller
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
+from everstep_operator.plan import actions as act
+from everstep_operator.plan.labels import LABEL_JOB, LABEL_TEMPLATE
+from everstep_operator.plan.observation import Rejection
+from everstep_operator.plan.operator_keys import find_key, make_secret_name
+from everstep_operator.plan.pod_manifest import build_pod
+
+log = structlog.get_logger(__name__)
+
+PUSH_RETRY_SECONDS = 3.0
+MAX_REQUESTS_PER_JOB = 50
+
+
+class StaleObject(Exception):
+    """An object of a former job of this name is still there. It is on its way out: try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRef:
+    """The job an action is for, as it was observed."""
+
+    namespace: str
+    name: str
+    uid: str
+    version: str  # resourceVersion
+    confirmed: bool  # read or written by this very reconcile, so certainly not out of date
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.namespace, self.name
+
+
+@dataclass
+class ActionExecutor:
+    client: Client
+    cache: ClusterCache
+    leaders: LeaderPoller
+    agent: AgentCode
+    frozen: FrozenTemplates
+    operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
+    requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
+
+    async def execute(self, job: JobRef, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
+        """Execute actions in order.
+
+        Args:
+            job: The job, as it was observed.
+            actions: The actions of its plan.
+
+        Returns:
+            The rejection that stopped the list, if one did; and in how many seconds to reconcile again, if an action
+            was put off.
+        """
+        again: float | None = None
+        for action in actions:
+            log.debug("acting", job=f"{job.namespace}/{job.name}", action=type(action).__name__)
+            try:
+                if not await self._execute_action(job, action):
+                    again = PUSH_RETRY_SECONDS
+            except errors.NotOurs as error:
+                return Rejection(action, "Conflict", str(error)), again
+            except errors.QuotaExceeded as error:
+                return Rejection(action, "Quota", error.message), again
+            except errors.Invalid as error:
+                return Rejection(action, "Invalid", error.message), again
+            except errors.Forbidden as error:
+                return Rejection(action, "Forbidden", error.message), again
+        return None, again
+
+    async def _execute_action(self, job: JobRef, action: act.Action) -> bool:
+        """Execute one action. Return False if it has to be tried again soon, though nothing is wrong."""
+        match action:
+            case act.EnsureService():
+                await self._ensure(SERVICES, job, action.body)
+            case act.EnsureTemplate():
+                await self._ensure_template(job, action)
+            case act.EnsureSecret():
+                await self._ensure_secret(job, action)
+            case act.EnsureAgent():
+                await self._ensure_agent(job, action)
+            case act.DryRun():
+                await self._dry_run(job, action)
+            case act.CreatePods():
+                await self._create_pods(job, action)
+            case act.DeletePods():
+                await self._run_in_parallel(job, (self._delete_pod(job, pod) for pod in action.pods))
+            case act.DeleteStaleObjects():
+                await self._delete_stale(job, action)
+            case act.PushPeers():
+                return self.leaders.push_peers(job.key, action.epoch, action.addresses)
+            case act.StopLeader():
+                self.leaders.send_stop(job.key, action.reason)
+            case act.DeleteJob():
+                await self.client.delete(JOBS, job.namespace, job.name, uid=action.uid)
+        return True
+
+    # --- objects made once
+
+    async def _ensure(self, resource: ApiResource, job: JobRef, body: Any) -> tuple[ApiObject, bool]:
+        """Create an object, or make sure that what has its name is this job's. Return what is stored, and whether it is
+        new."""
+        try:
+            return await self.client.create(resource, job.namespace, body), True
+        except errors.AlreadyExists:
+            pass
+        except errors.Unreachable as error:
+            if not error.sent:
+                raise
+            log.info("the result of a create is unknown; reading", resource=resource.plural, error=str(error))
+        found = await self.client.get(resource, job.namespace, body["metadata"]["name"])
+        check_ownership(resource, job, found)
+        return found, False
+
+    async def _ensure_template(self, job: JobRef, action: act.EnsureTemplate) -> None:
+        made, _ = await self._ensure(CONFIG_MAPS, job, action.body)
+        if self.frozen.put(job.namespace, job.uid, action.template, made) is not None:
+            return
+        # Pods would mount it. It says that it is this job's, and is not as this operator writes them: forged, damaged,
+        # or of a time before signatures. Running pods have theirs already, and keep it.
+        await self.client.delete(CONFIG_MAPS, job.namespace, made["metadata"]["name"], uid=made["metadata"]["uid"])
+        made, _ = await self._ensure(CONFIG_MAPS, job, action.body)
+        if self.frozen.put(job.namespace, job.uid, action.template, made) is None:
+            raise StaleObject(f"ConfigMap {job.namespace}/{made['metadata']['name']}")
+
+    async def _ensure_secret(self, job: JobRef, action: act.EnsureSecret) -> None:
+        """We may not read Secrets, and need not: only this operator can know the name (`keys.make_secret_name`) before
+        the Secret is there. What has it was made by an attempt whose answer was lost, or whose process died."""
+        key = find_key((action.name,), job.name, job.uid, action.template, self.operator_keys)
+        token = job_token(key, job.uid, action.template)
+        body = {**action.body, "data": {**(action.body.get("data") or {}), "token": base64.b64encode(token).decode()}}
+        try:
+            await self.client.create(SECRETS, job.namespace, body)
+        except errors.AlreadyExists:
+            return
+        # Pods of a new template hang without the agent, and the namespace may have been deleted and made again.
+        self.agent.forget(job.namespace)
+
+    async def _ensure_agent(self, job: JobRef, action: act.EnsureAgent) -> None:
+        if action.name == self.agent.name:
+            await self.agent.ensure(self.client, job.namespace)
+            return
+        # An older operator's agent, named by a frozen template. We have only our own code; theirs is there as long as
+        # any job names it.
+        try:
+            await agent_code.verify_agent_config_map(self.client, job.namespace, action.name, action.digest)
+        except errors.NotFound:
+            # A pod without it would wait for its volume until the job has failed.
+            raise errors.AgentGone(f"ConfigMap {job.namespace}/{action.name}") from None
+
+    async def _delete_stale(self, job: JobRef, action: act.DeleteStaleObjects) -> None:
+        labels = f"{LABEL_JOB}={job.name},{LABEL_TEMPLATE}"
+        async for page in self.client.list(CONFIG_MAPS, job.namespace, labels=labels):
+            for item in page.items:
+                meta = item["metadata"]
+                template = str(meta["labels"][LABEL_TEMPLATE])
+                if (
+                    controller_reference(item).get("uid") != job.uid
+                    or not template.isdecimal()
+                    or int(template) >= action.template
+                ):
+                    continue
+                # Never by a name that was read: who may write ConfigMaps would have us delete any Secret. And the
+                # Secret first: its ConfigMap is all that tells of it.
+                for key in self.operator_keys:
+                    secret = make_secret_name(job.name, job.uid, int(template), key)
+                    await self.client.delete(SECRETS, job.namespace, secret, uid=None)
+                await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
+
+    # --- pods
+
+    async def _dry_run(self, job: JobRef, action: act.DryRun) -> None:
+        # "Exists already" comes after admission and validation: the body has passed.
+        with contextlib.suppress(errors.AlreadyExists):
+            await self.client.create(PODS, job.namespace, dict(action.body), dry_run=True)
+
+    async def _create_pods(self, job: JobRef, action: act.CreatePods) -> None:
+        if not job.confirmed:
+            # From a cache that has missed a delete or a suspend we would start ranks that nobody wants any more.
+            live = await self.client.get(JOBS, job.namespace, job.name)
+            self.cache.jobs.put(live)
+            if live["metadata"]["resourceVersion"] != job.version:
+                raise errors.Conflict(409, "Stale", "the job has changed since it was observed")
+        await self._run_in_parallel(job, (self._create_pod(job, action, index) for index in action.indices))
+
+    async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int) -> None:
+        made, is_new = await self._ensure(PODS, job, build_pod(action.frozen, index, action.epoch, action.leader))
+        self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
+        name = made["metadata"]["name"]
+        if not is_new and self.cache.pods.get((job.namespace, name)) is None:
+            # Deleted a moment ago, or it never was. A plan that goes on not to see it would make it again at once.
+            raise StaleObject(
+                f"Pod {job.namespace}/{name} is there, and lists lack it: has it lost its label {LABEL_JOB}?"
+            )
+
+    async def _delete_pod(self, job: JobRef, pod: act.PodRef) -> None:
+        there = await self.client.delete(PODS, job.namespace, pod.name, uid=pod.uid, grace=pod.grace_seconds)
+        if not there:  # and if its event was missed, the plan would wait for it until the next resync
+            self.cache.pods.remove((job.namespace, pod.name), pod.uid)
+
+    async def _run_in_parallel(self, job: JobRef, work: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run all requests in parallel, within the operator's limit; after the first rejection no more are begun."""
+        refused: BaseException | None = None
+        # The operator's limit is handed out in turn: a job of 2,000 pods may not queue 2,000 requests before the next.
+        turn = asyncio.Semaphore(MAX_REQUESTS_PER_JOB)
+
+        async def one(item: Coroutine[Any, Any, None]) -> None:
+            nonlocal refused
+            try:
+                async with turn, self.requests.slot(job.namespace):
+                    if refused is None:
+                        await item
+            except Exception as error:
+                refused = refused or error
+            finally:
+                item.close()  # one that was never begun
+
+        await asyncio.gather(*(one(item) for item in work))
+        if refused is not None:
+            raise refused
+
+
+def controller_reference(item: ApiObject) -> ApiObject:
+    """Return the controller's owner reference of an object, or an empty one."""
+    references = item["metadata"].get("ownerReferences") or ()
+    return next((reference for reference in references if reference.get("controller")), {})
+
+
+def check_ownership(resource: ApiResource, job: JobRef, found: ApiObject) -> None:
+    """Check that the job controls an object that was found under a name that the job needs.
+
+    Raises:
+        StaleObject: It is a former job's, and will be collected.
+        NotOurs: It belongs to something else.
+    """
+    reference = controller_reference(found)
+    if reference.get("uid") == job.uid:
+        return
+    what = f"{resource.kind} {job.namespace}/{found['metadata']['name']}"
+    if found["metadata"].get("deletionTimestamp"):
+        raise StaleObject(what)
+    if reference.get("kind") == JOBS.kind and reference.get("name") == job.name:
+        raise StaleObject(what)
+    raise errors.NotOurs(what, f"{reference['kind']} {reference['name']}" if reference else "nobody")

@@ -1,0 +1,365 @@
+"""Polls the leaders of running jobs: `GET /v1/state` of docs/design/001-training-job.md, one task per job.
+
+The operator calls, leaders never do, so a leader needs no rights and a job no way out of its namespace. What comes back
+is signed with the job's token and bounded in size and cost (`leader_answer`, `processor_budget`); what is in
+it is judged by `plan.leader`. A job whose leader cannot be reached (a NetworkPolicy, a simulated node) costs one
+connection attempt every 30 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+import structlog
+from yarl import URL
+
+from everstep.agent.wire import auth
+from everstep_operator import metrics
+from everstep_operator.cluster.leader_answer import ImplausibleAnswer, max_bytes, parse_answer
+from everstep_operator.cluster.processor_budget import PAUSE_MAX, ProcessorBudget
+from everstep_operator.plan.actions import LeaderPoll
+from everstep_operator.plan.leader_view import LeaderView, parse_leader_state
+
+log = structlog.get_logger(__name__)
+
+Key = tuple[str, str]
+
+MAX_CHALLENGE = 1 << 10
+CONNECT_SECONDS = 3.0
+ANSWER_SECONDS = 10.0  # on top of the time the leader may hold a long poll
+BACKOFF = 0.5  # seconds, doubled with each failure
+BACKOFF_FIRST = 0.1  # before the first answer: its pod's container runs, but the agent does not listen yet
+BACKOFF_MAX = 30.0
+CHEAP_SECONDS = 0.002  # of processor time: a connection that fails costs less than this
+SECONDS_A_BYTE = 2e-9  # of processor time, to receive it
+MAX_LOST_POLLS = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
+PROGRESS_SECONDS = 10.0  # steps alone wake the planner this often; it writes them every 30 s at most
+MIN_PAUSE = 0.2
+COMMAND_AGAIN_SECONDS = 3.0  # after one that failed
+
+
+class LeaderAnswerError(Exception):
+    """No usable answer: nobody there, not our leader, too large, or not signed by it."""
+
+
+@dataclass(eq=False)
+class _PolledLeader:
+    poll: LeaderPoll
+    token: bytes
+    view: LeaderView
+    task: asyncio.Task[None] | None = None
+    nonce: str = ""  # the leader gives the next one with each answer
+    pushed: tuple[str, int, dict[int, str]] | None = None  # incarnation, epoch and addresses it has taken
+    pushing: tuple[str, int, dict[int, str]] | None = None  # … that are being sent
+    commands: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # in flight, by path: one of each
+    spent: float = 0.0  # seconds of processor time for its answers that are not charged yet
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Add what the block costs; nothing in it may wait."""
+        started = time.thread_time()
+        try:
+            yield
+        finally:
+            self.spent += time.thread_time() - started
+
+
+class LeaderPoller:
+    """Keeps one long poll going for each job that the last plan wanted polled.
+
+    `changed(key, delay)` is called when a view says something new; `delay` > 0 where it can wait.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[Key, float], None],
+        *,
+        fence_timeout: float = 40.0,
+        limit: int = 1000,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._changed = changed
+        # Three polls within the leader's fence time: one that is lost must not fence anybody.
+        self._wait = max(1, min(30, int(fence_timeout / 3)))
+        self._limit = limit
+        self._clock = clock
+        self._jobs: dict[Key, _PolledLeader] = {}
+        self._budget = ProcessorBudget(time.monotonic)
+        self._commands: set[asyncio.Task[None]] = set()  # also of leaders that were dropped since
+        self._session: aiohttp.ClientSession | None = None
+        self._told_of_turns = False  # that there are more leaders than connections
+
+    def view(self, key: Key, pod_uid: str) -> LeaderView | None:
+        """Return the last known state of the leader in this pod; None if that pod was never asked."""
+        polled = self._jobs.get(key)
+        return polled.view if polled is not None and polled.poll.pod_uid == pod_uid else None
+
+    def ensure_polled(self, key: Key, poll: LeaderPoll, token: bytes) -> None:
+        """Poll this leader from now on. Another pod, epoch or address is another leader: the last one is forgotten."""
+        polled = self._jobs.get(key)
+        if polled is not None and _leader_identity(polled.poll) == _leader_identity(poll) and polled.token == token:
+            polled.poll = poll  # the next request carries the new ledger id and allowance
+            if polled.task is None or polled.task.done():  # it never ends of itself: a bug, but not the job's end
+                polled.task = self._start(key, polled)
+            return
+        self.stop_polling(key)
+        polled = self._jobs[key] = _PolledLeader(poll, token, LeaderView(reachable=False, asked_since=self._clock()))
+        polled.task = self._start(key, polled)
+        metrics.leaders_polled.set(len(self._jobs))
+        if len(self._jobs) > self._limit and not self._told_of_turns:
+            log.warning(
+                "more leaders than connections: they are asked in turn",
+                leaders=len(self._jobs),
+                connections=self._limit,
+            )
+        self._told_of_turns = len(self._jobs) > self._limit
+
+    def _start(self, key: Key, polled: _PolledLeader) -> asyncio.Task[None]:
+        return asyncio.create_task(self._poll_forever(key, polled), name=f"leader of {'/'.join(key)}")
+
+    def stop_polling(self, key: Key) -> None:
+        polled = self._jobs.pop(key, None)
+        if polled is not None and polled.task is not None:
+            polled.task.cancel()
+        metrics.leaders_polled.set(len(self._jobs))
+
+    async def close(self) -> None:
+        tasks = [*(polled.task for polled in self._jobs.values() if polled.task is not None), *self._commands]
+        for command in self._commands:
+            command.cancel()
+        for key in list(self._jobs):
+            self.stop_polling(key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    # --- commands. Nobody waits for a leader's answer: the callers are shared by all jobs, and a leader may hang.
+
+    def push_peers(self, key: Key, epoch: int, addresses: Mapping[int, str]) -> bool:
+        """Begin `POST /v1/peers`, unless this leader has had the same. If it fails, the planner is woken.
+
+        A leader that does not answer the poll is not tried: its first answer wakes the planner, and the planner us.
+
+        Args:
+            key: Namespace and name of the job.
+            epoch: Epoch of the leader.
+            addresses: Address of each pod, by its index.
+
+        Returns:
+            False if another table is still on its way to this leader: the caller asks again soon.
+        """
+        polled = self._jobs.get(key)
+        if polled is None or not polled.view.reachable:
+            return True
+        table = (polled.view.incarnation, epoch, dict(addresses))
+        if polled.pushed == table:
+            return True
+        if "/v1/peers" in polled.commands:
+            return polled.pushing == table
+        body = {"epoch": epoch, "addresses": {str(index): address for index, address in addresses.items()}}
+        polled.pushing = table
+        self._start_command(polled, "/v1/peers", lambda: self._push(key, polled, body))
+        return True
+
+    def send_stop(self, key: Key, reason: str) -> None:
+        """Begin `POST /v1/stop`, unless it is on its way. If it fails, the planner is woken."""
+        polled = self._jobs.get(key)
+        if polled is not None and "/v1/stop" not in polled.commands:
+            self._start_command(polled, "/v1/stop", lambda: self._ask_to_stop(key, polled, reason))
+
+    def _start_command(self, polled: _PolledLeader, path: str, send: Callable[[], Awaitable[object]]) -> None:
+        async def run() -> None:
+            try:
+                await send()
+            except Exception:
+                log.exception("a bug or a surprise", path=path, address=polled.poll.address)
+            finally:
+                del polled.commands[path]
+
+        task = polled.commands[path] = asyncio.create_task(run(), name=f"{path} to {polled.poll.address}")
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
+
+    async def _push(self, key: Key, polled: _PolledLeader, body: Mapping[str, Any]) -> None:
+        table = polled.pushing
+        if await self._send_command(polled, "/v1/peers", body):
+            polled.pushed = table
+        else:
+            self._wake_planner(key, polled)
+
+    async def _ask_to_stop(self, key: Key, polled: _PolledLeader, reason: str) -> None:
+        if not await self._send_command(polled, "/v1/stop", {"reason": reason}):
+            self._wake_planner(key, polled)
+
+    def _wake_planner(self, key: Key, polled: _PolledLeader) -> None:
+        """Wake the planner after a command has failed; the next plan gives it again if it is still wanted."""
+        if self._jobs.get(key) is polled:
+            self._changed(key, COMMAND_AGAIN_SECONDS)
+
+    async def _send_command(self, polled: _PolledLeader, path: str, body: Mapping[str, Any]) -> bool:
+        try:
+            await self._request(polled, "POST", path, json.dumps(body).encode(), hold=0, own_nonce=True)
+        except LeaderAnswerError as error:
+            log.info("a command did not reach the leader", path=path, address=polled.poll.address, error=str(error))
+            return False
+        return True
+
+    # --- the poll
+
+    async def _poll_forever(self, key: Key, polled: _PolledLeader) -> None:
+        failures = 0
+        while True:
+            started = time.monotonic()
+            try:
+                data = await self._fetch_state(polled)
+                with polled.spending():
+                    answer = parse_answer(data, polled.poll.num_nodes)
+                    view = parse_leader_state(answer, answered_at=self._clock(), before=polled.view)
+                    only_progress = self._update(key, polled, view)
+            except Exception as error:
+                failures += 1
+                metrics.leader_polls.labels("failed").inc()
+                if failures == 1 and not isinstance(error, (LeaderAnswerError, ImplausibleAnswer)):
+                    log.exception("a bug or a surprise", job="/".join(key), address=polled.poll.address)
+                if failures == MAX_LOST_POLLS:
+                    log.info("leader unreachable", job="/".join(key), address=polled.poll.address, error=str(error))
+                    self._update(key, polled, replace(polled.view, reachable=False))
+                least = BACKOFF_FIRST if polled.view.answered_at is None else BACKOFF
+                pause = min(BACKOFF_MAX, least * 2.0 ** min(failures, 10)) * (0.5 + random.random() / 2)  # noqa: S311
+                # An answer that is dear and of no use is waited for as long as its namespace owes. One that was lost
+                # cost nothing: its leader is not to be fenced for what other jobs have cost.
+                most = self._wait if polled.spent < CHEAP_SECONDS else PAUSE_MAX
+                await asyncio.sleep(max(pause, min(most, self._charge(key, polled))))
+                continue
+            failures = 0
+            metrics.leader_polls.labels("answered").inc()
+            # A leader that answers at once for ever (every step, or out of malice) is asked at most so often.
+            pause = 1.0 if only_progress else MIN_PAUSE
+            # A job whose namespace is in debt is still asked before its leader is fenced.
+            pause = max(pause, min(self._wait, self._charge(key, polled)))
+            if len(self._jobs) > self._limit:
+                pause = self._wait
+            await asyncio.sleep(max(0.0, pause - (time.monotonic() - started)))
+
+    def _charge(self, key: Key, polled: _PolledLeader) -> float:
+        """Charge what the last answer has cost, and return the seconds until the next one may cost as much."""
+        seconds, polled.spent = polled.spent, 0.0
+        self._budget.charge(key[0], seconds)
+        return self._budget.pause(key[0], seconds)
+
+    async def _fetch_state(self, polled: _PolledLeader) -> bytes:
+        view, poll = polled.view, polled.poll
+        # More leaders than connections: nobody may hold one open, all are asked in turn.
+        hold = self._wait if len(self._jobs) <= self._limit else 0
+        after = f"{view.incarnation}:{view.version}" if view.answered_at is not None else ""
+        target = f"/v1/state?after={after}&wait={hold}&charged={poll.charged}&allowance={poll.allowance}"
+        return await self._request(polled, "GET", target, b"", hold=hold)
+
+    def _update(self, key: Key, polled: _PolledLeader, view: LeaderView) -> bool:
+        """Store the view and wake the planner if it matters; True if only steps have changed."""
+        old, polled.view = polled.view, view
+        if self._jobs.get(key) is not polled:
+            return True
+        same = _strip_progress(old) == _strip_progress(view)
+        if not same:
+            self._changed(key, 0.0)
+        elif view.progress != old.progress:
+            self._changed(key, PROGRESS_SECONDS)
+        return same
+
+    # --- one request
+
+    async def _request(
+        self, polled: _PolledLeader, method: str, target: str, body: bytes, *, hold: float, own_nonce: bool = False
+    ) -> bytes:
+        """Send one signed request; the nonce of the last answer saves the challenge. Commands fetch their own nonce."""
+        nonce = ""
+        if not own_nonce:
+            nonce, polled.nonce = polled.nonce, ""
+        status, data, fresh = 401, b"", ""
+        try:
+            if nonce:
+                status, data, fresh = await self._send_signed(polled, method, target, body, nonce, hold)
+            if status == 401:  # no nonce; or it has expired; or the leader has restarted
+                nonce = await self._fetch_challenge(polled)
+                status, data, fresh = await self._send_signed(polled, method, target, body, nonce, hold)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise LeaderAnswerError(f"{type(error).__name__}: {error}") from error
+        if status != 200:
+            raise LeaderAnswerError(f"{method} {target.partition('?')[0]}: {status}")
+        if not own_nonce:
+            polled.nonce = fresh
+        return data
+
+    async def _fetch_challenge(self, polled: _PolledLeader) -> str:
+        async with self._http().get(f"http://{polled.poll.address}/v1/challenge", allow_redirects=False) as response:
+            data = await _read_bounded(polled, response, MAX_CHALLENGE)
+        if response.status != 200:
+            raise LeaderAnswerError(f"challenge: {response.status}")
+        answer = json.loads(data)
+        nonce = answer.get("nonce") if isinstance(answer, dict) else None
+        if not isinstance(nonce, str) or not auth.is_nonce(nonce):
+            raise LeaderAnswerError("challenge: no nonce in it")
+        return nonce
+
+    async def _send_signed(
+        self, polled: _PolledLeader, method: str, target: str, body: bytes, nonce: str, hold: float
+    ) -> tuple[int, bytes, str]:
+        client = auth.new_nonce()
+        headers = auth.request_headers(polled.token, method, target, nonce, client, body)
+        # `encoded`: what is sent is byte for byte what was signed.
+        url = URL(f"http://{polled.poll.address}{target}", encoded=True)
+        timeout = aiohttp.ClientTimeout(total=hold + ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
+        async with self._http().request(
+            method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            data = await _read_bounded(polled, response, max_bytes(polled.poll.num_nodes))
+        if response.status == 401:
+            return 401, b"", ""
+        mac = response.headers.get(auth.MAC_HEADER, "")
+        with polled.spending():
+            signed = auth.macs_equal(auth.response_mac(polled.token, response.status, client, data), mac)
+        if not signed:
+            raise LeaderAnswerError("the answer is not signed with the job's token")
+        fresh = response.headers.get(auth.NEXT_NONCE_HEADER, "")
+        return response.status, data, fresh if auth.is_nonce(fresh) else ""
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._limit + 16),
+                timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=CONNECT_SECONDS),
+                trust_env=False,  # pods are reached directly, never through the environment's proxy
+                max_line_size=8190,
+                max_field_size=8190,
+            )
+        return self._session
+
+
+async def _read_bounded(polled: _PolledLeader, response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Return the body, or raise once it is longer than `limit`: the other end runs the user's code."""
+    data = bytearray()
+    async for chunk in response.content.iter_chunked(1 << 16):
+        data += chunk
+        polled.spent += len(chunk) * SECONDS_A_BYTE
+        if len(data) > limit:
+            response.close()
+            raise LeaderAnswerError(f"an answer of more than {limit} bytes")
+    return bytes(data)
+
+
+def _leader_identity(poll: LeaderPoll) -> tuple[str, str, int, int]:
+    return poll.address, poll.pod_uid, poll.epoch, poll.template
+
+
+def _strip_progress(view: LeaderView) -> LeaderView:
+    """Return a view without how far the training is."""
+    return replace(view, version=0, answered_at=None, progress=None)

@@ -1,0 +1,111 @@
+"""The nodes under jobs' pods.
+
+A node that the cache lacks is asked for: the watch of nodes may be behind the watch of pods, and to take a node for
+removed costs its pods. Only the API server's own "not found" counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.cache import ClusterCache, Key
+from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.resources import NODES
+from everstep_operator.plan.node_capacity import NodeCapacity, count_places
+from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.observation import PodView
+from everstep_operator.plan.pod_manifest import build_shared_labels
+
+NODES_A_SECOND = 5000  # a tenth of a core, or less
+BURST_SECONDS = 4.0  # which may be used up at once: in most clusters nothing is ever put off
+# A count waits no more than so many times as long as it takes to make up for the others. Jobs look together and in
+# one order, so by `BURST_SECONDS` alone the last ones would never be counted again.
+MAX_WAIT_FACTOR = 10.0
+
+
+@dataclass
+class NodeDirectory:
+    client: Client
+    cache: ClusterCache
+    clock: Callable[[], float]
+    timer: Callable[[], float] = time.monotonic
+    examined: int = 0  # nodes, in all counts
+    _paid_until: float = float("-inf")  # by `timer`: when what was counted is made up for
+    _gone: dict[str, float] = field(default_factory=dict)  # since when, by our clock
+    # By job: what its count was made from, the count, and when (by `timer`) it was made.
+    _places: dict[Key, tuple[tuple[int, str, int, int], int, float]] = field(default_factory=dict)
+
+    async def under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:
+        """Return every node that one of these pods is bound to, by name."""
+        names = {pod.node for pod in pods if pod.node}
+        unknown = [name for name in names if self._known(name) is None]
+        if unknown:
+            await asyncio.gather(*(self._ask(name) for name in unknown))
+        return {name: view for name in names if (view := self._known(name)) is not None}
+
+    def count_places(self, job: Key, uid: str, template: int, pod: Mapping[str, Any], wanted: int) -> int | None:
+        """Count the pods of a job that all nodes in the cache could hold.
+
+        Nodes of a large cluster change all the time, and all of this is done in one event loop: where the counts of all
+        jobs have examined more than `NODES_A_SECOND`, the last one is given once more.
+
+        Args:
+            job: Namespace and name of the job.
+            uid: Its UID.
+            template: The epoch of its template.
+            pod: The frozen pod template.
+            wanted: How many pods the job wants: no more are counted.
+
+        Returns:
+            The count, or None while no node is known.
+        """
+        if not len(self.cache.nodes):
+            return None
+        made_from = (self.cache.node_changes, uid, template, wanted)
+        known = self._places.get(job)
+        if known is not None and known[0] == made_from:
+            return known[1]
+        if known is not None and known[0][1:] == made_from[1:] and not self._may_count(known[2]):
+            return known[1]
+        before = self.examined
+        labels = build_shared_labels(pod, job[1], template)
+        places = count_places(pod, self._rooms(), enough=wanted, labels=labels, namespace=job[0])
+        now = self.timer()
+        self._paid_until = max(self._paid_until, now - BURST_SECONDS) + (self.examined - before) / NODES_A_SECOND
+        self._places[job] = (made_from, places, now)
+        return places
+
+    def _may_count(self, last: float) -> bool:
+        now = self.timer()
+        return now - last >= MAX_WAIT_FACTOR * (self._paid_until - now)
+
+    def _rooms(self) -> Iterator[NodeCapacity]:
+        for _, node in self.cache.nodes.items():
+            if node.room is not None:
+                self.examined += 1
+                yield node.room
+
+    def forget(self, job: Key) -> None:
+        """Drop what was counted for a job that waits no more."""
+        self._places.pop(job, None)
+
+    def _known(self, name: str) -> NodeView | None:
+        entry = self.cache.nodes.get(("", name))
+        if entry is not None:
+            self._gone.pop(name, None)  # it has come back
+            return entry.value
+        since = self._gone.get(name)
+        return NodeView(name, gone_since=since) if since is not None else None
+
+    async def _ask(self, name: str) -> None:
+        try:
+            self.cache.nodes.put(await self.client.get(NODES, None, name))
+        except errors.NotFound:
+            # What nobody's pods are on any more is of no interest.
+            self._gone = {other: since for other, since in self._gone.items() if self.cache.jobs_on(other)}
+            self._gone[name] = self.clock()

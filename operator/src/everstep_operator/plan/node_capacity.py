@@ -1,0 +1,153 @@
+"""Counts how many pods of a set today's nodes could hold if they held nothing else.
+
+An upper bound: other pods are not looked at, and a cordon, a taint that passes (taints.py) or a kubelet that has not
+reported its resources yet may be over in a minute. So a gang that is larger than this cannot be placed unless nodes are
+added or changed; one that is not larger may still lack room. Rules between the pods of the set are in `affinity.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from everstep_operator.plan.affinity import CandidateNode, is_node_allowed, list_placement_rules
+from everstep_operator.plan.taints import is_temporary
+
+_QUANTITY_UNITS = {
+    unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)
+}
+_QUANTITY_UNITS |= {unit: Decimal(1024) ** power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
+_LEAST, _MOST = Decimal("1e-9"), Decimal("1e30")  # no quantity is finer; none that is larger means anything
+
+Taints = tuple[tuple[str, str, str], ...]  # key, value, effect of each
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCapacity:
+    """The part of a Node that decides whether pods of a set can ever be bound to it."""
+
+    name: str
+    labels: Mapping[str, str]
+    taints: Taints  # only those that keep pods away for good
+    allocatable: Mapping[str, Decimal]  # empty: not reported yet
+
+
+def parse_node_capacity(raw: Mapping[str, Any]) -> NodeCapacity:
+    """Sort out what one Node can hold. Never raises on odd values."""
+    meta = raw.get("metadata") or {}
+    labels = meta.get("labels") or {}
+    taints = (raw.get("spec") or {}).get("taints") or ()
+    return NodeCapacity(
+        name=str(meta.get("name") or ""),
+        labels={str(key): str(value) for key, value in labels.items()},
+        taints=tuple(
+            (str(t.get("key") or ""), str(t.get("value") or ""), str(t.get("effect") or ""))
+            for t in taints
+            if t.get("effect") in ("NoSchedule", "NoExecute") and not is_temporary(str(t.get("key") or ""))
+        ),
+        allocatable=_parse_amounts((raw.get("status") or {}).get("allocatable")),
+    )
+
+
+def count_places(
+    pod: Mapping[str, Any],
+    rooms: Iterable[NodeCapacity],
+    *,
+    enough: int,
+    labels: Mapping[str, str] | None = None,
+    namespace: str = "",
+) -> int:
+    """Count the pods that nodes could hold.
+
+    Args:
+        pod: The set's frozen pod template.
+        rooms: All nodes of the cluster.
+        enough: Where to stop counting.
+        labels: Labels that all pods of the set have; None: those of the template.
+        namespace: Namespace of the pods.
+
+    Returns:
+        How many such pods the nodes could hold at once, at most `enough`.
+    """
+    spec: Mapping[str, Any] = pod.get("spec") or {}
+    if labels is None:
+        labels = (pod.get("metadata") or {}).get("labels") or {}
+    rules = list_placement_rules(spec, labels, namespace)
+    wanted = _sum_requests(spec)
+    tolerated: dict[Taints, bool] = {}  # nodes have few different ones
+    may_stop = all(rule.only_grows for rule in rules)
+    nodes: list[CandidateNode] = []
+    places, stop_at = 0, 1
+    for room in rooms:
+        if room.taints not in tolerated:
+            tolerated[room.taints] = _tolerates_all(spec.get("tolerations") or (), room.taints)
+        node = _make_candidate(spec, room, wanted, enough, tolerated[room.taints])
+        places += node.places
+        nodes.append(node)
+        # Rules are asked at each doubling: all of that together costs as much as to ask them once, of all nodes.
+        if may_stop and places >= enough and len(nodes) >= (stop_at if rules else 0):
+            stop_at = 2 * len(nodes)
+            if all(rule.count(nodes) >= enough for rule in rules):
+                return enough
+    return min([places, enough, *(rule.count(nodes) for rule in rules)])
+
+
+def _make_candidate(
+    spec: Mapping[str, Any], room: NodeCapacity, wanted: Mapping[str, Decimal], enough: int, tolerated: bool
+) -> CandidateNode:
+    selector = spec.get("nodeSelector") or {}
+    selected = all(room.labels.get(key) == value for key, value in selector.items())
+    selected = selected and is_node_allowed(spec, room.name, room.labels)
+    places = _count_node_places(wanted, room.allocatable, enough) if selected and tolerated else 0
+    return CandidateNode(room.labels, selected, places)
+
+
+def _count_node_places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, Decimal], enough: int) -> int:
+    if not allocatable:
+        return enough
+    return min((int(allocatable.get(name, Decimal(0)) / amount) for name, amount in wanted.items()), default=enough)
+
+
+def _sum_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
+    total: dict[str, Decimal] = {"pods": Decimal(1)}
+    for container in spec.get("containers") or ():
+        resources = container.get("resources") or {}
+        # The API server takes a limit for the request where only the limit is given.
+        for name, amount in _parse_amounts(
+            {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+        ).items():
+            total[name] = total.get(name, Decimal(0)) + amount
+    return {name: amount for name, amount in total.items() if amount > 0}
+
+
+def _tolerates_all(tolerations: Iterable[Mapping[str, Any]], taints: Taints) -> bool:
+    return all(any(_tolerates_taint(toleration, taint) for toleration in tolerations) for taint in taints)
+
+
+def _tolerates_taint(toleration: Mapping[str, Any], taint: tuple[str, str, str]) -> bool:
+    key, value, effect = taint
+    if toleration.get("effect") not in (None, "", effect) or toleration.get("key") not in (None, "", key):
+        return False
+    return toleration.get("operator") == "Exists" or (toleration.get("value") or "") == value
+
+
+def _parse_amounts(given: Any) -> dict[str, Decimal]:
+    found = {str(name): read_quantity(value) for name, value in (given or {}).items()}
+    return {name: amount for name, amount in found.items() if amount is not None}
+
+
+def read_quantity(quantity: Any) -> Decimal | None:
+    """Return a Kubernetes quantity as a number; None if it is none."""
+    text = str(quantity)
+    unit = text.lstrip("+-.0123456789")
+    try:
+        number = (
+            Decimal(text[: len(text) - len(unit)]) * _QUANTITY_UNITS[unit] if unit in _QUANTITY_UNITS else Decimal(text)
+        )
+    except ArithmeticError:
+        return None
+    if number.is_nan() or number <= 0:
+        return None if number.is_nan() else Decimal(0)
+    return max(_LEAST, min(_MOST, number))

@@ -1,0 +1,47 @@
+"""A Node as plans see it. `parse_node` is the only place that looks at a raw one.
+
+Kubelets write the status of their nodes again and again, with images, addresses and times of no interest here: what
+is kept must change only when a plan could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep_operator.plan.node_capacity import NodeCapacity, parse_node_capacity
+from everstep_operator.plan.taints import DRAIN_TAINTS
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node, as far as it matters to pods that are on it, and whether more could be."""
+
+    name: str
+    ready: bool = True
+    not_ready_because: str = ""  # reason of the Ready condition: KubeletNotReady, NodeStatusUnknown …
+    cordoned: bool = False
+    leaving: str = ""  # key of the taint that announces its removal
+    deleting: bool = False
+    gone_since: float | None = None  # when the operator found that there is no such Node any more (its own clock)
+    room: NodeCapacity | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
+
+
+def parse_node(raw: Mapping[str, Any]) -> NodeView:
+    """Sort out one Node as the API server gives it. Never raises on odd values."""
+    meta: Mapping[str, Any] = raw.get("metadata") or {}
+    spec: Mapping[str, Any] = raw.get("spec") or {}
+    conditions = (raw.get("status") or {}).get("conditions") or ()
+    condition: Mapping[str, Any] = next((c for c in conditions if c.get("type") == "Ready"), {})
+    ready = condition.get("status") == "True"
+    taints = sorted(str(t.get("key")) for t in spec.get("taints") or () if t.get("key") in DRAIN_TAINTS)
+    return NodeView(
+        name=str(meta.get("name") or ""),
+        ready=ready,
+        not_ready_because="" if ready else str(condition.get("reason") or "NoStatus")[:128],
+        cordoned=bool(spec.get("unschedulable")),
+        leaving=taints[0] if taints else "",
+        deleting=meta.get("deletionTimestamp") is not None,
+        room=parse_node_capacity(raw),
+    )

@@ -1,0 +1,396 @@
+"""The observation that a plan is made from: everything that was read, sorted once into small frozen values.
+
+`parse_pod` is the only place that looks at a raw pod, `parse_leader_state` (leader_view.py) the only one that looks at
+an agent's JSON. All strings that come from outside are bounded here, so that nothing downstream has to think about it.
+Times are Unix seconds (UTC); None means "has not happened, as far as is known".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.plan.actions import Action
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
+from everstep_operator.plan.leader_view import (
+    LeaderProgress,
+    LeaderView,
+    ReportedGeneration,
+    parse_history_words,
+    parse_ordinal,
+    parse_progress,
+)
+from everstep_operator.plan.node_view import NodeView
+
+TRAINER_CONTAINER = "trainer"
+TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
+INIT_FAILED = "InitContainerFailed"  # a ContainerEnd's reason: not the trainer's end, but of what was to prepare it
+_TEMPLATE_VOLUMES = ("everstep-job", "everstep-config")  # of pods with an agent, and in plain mode
+
+MAX_MESSAGE = 1024
+MAX_TERMINATION_LOG = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TerminationMessage:
+    """A message that an agent left in its termination log (001, "Ends")."""
+
+    result: str  # succeeded | failed | stopped | fenced | unclean | unusable
+    epoch: int = 0
+    generation: int = 0
+    rank: int | None = None
+    exit_code: int | None = None
+    message: str = ""
+    log_tail: tuple[str, ...] = ()
+    ledger: tuple[ReportedGeneration, ...] = ()  # agent 0's: id and cause only
+    progress: LeaderProgress | None = None  # agent 0's
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerEnd:
+    """The trainer container is over, or never will be (a pod that the kubelet refused or evicted has no exit code)."""
+
+    exit_code: int | None
+    signal: int | None
+    reason: str  # Completed, Error, OOMKilled, StartError, Evicted, UnexpectedAdmissionError, INIT_FAILED …
+    message: str  # the text of the termination log, or the kubelet's
+    finished_at: float | None
+    word: TerminationMessage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """One pod of the job, judged by its trainer container: sidecars may outlive it and change the pod's phase."""
+
+    index: int
+    name: str
+    uid: str
+    epoch: int
+    template: int
+    created: float
+    owner: str = ""  # UID of the controller owner reference
+    phase: str = "Pending"
+    node: str | None = None
+    ip: str | None = None
+    scheduled_at: float | None = None
+    unschedulable: str = ""  # the scheduler's message while it finds no node
+    started_at: float | None = None  # the trainer container was started (and may be over)
+    ended: ContainerEnd | None = None
+    deleting_since: float | None = None
+    waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
+    waiting_message: str = ""
+    disruption: str | None = None  # reason of a true DisruptionTarget condition
+    gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observation.ours`)
+    token_secret: str = ""  # name of the Secret that it mounts as its token
+    listed: bool = True  # it has the label by which pods are listed and watched
+    finalizers: str = ""  # of a pod that is being deleted: they keep it, and its name, after all of it has ended
+
+    @property
+    def scheduled(self) -> bool:
+        return self.scheduled_at is not None
+
+    @property
+    def deleting(self) -> bool:
+        return self.deleting_since is not None
+
+    @property
+    def running(self) -> bool:
+        return self.started_at is not None and self.ended is None
+
+    @property
+    def occupies(self) -> bool:
+        """Return whether the pod holds its node and GPUs, and nobody has asked it to leave: a sidecar may outlive the
+        trainer in it."""
+        return self.phase not in ("Succeeded", "Failed") and not self.deleting and self.gone_since is None
+
+    @property
+    def live(self) -> bool:
+        """Return whether ranks may run in the pod now or later: nobody has asked it to leave, and its node exists."""
+        return self.ended is None and not self.deleting and self.gone_since is None
+
+    def format_address(self, port: int) -> str:
+        """Return the address of a port of the pod, as in a URL: an IPv6 address stands in brackets."""
+        return f"[{self.ip}]:{port}" if self.ip and ":" in self.ip else f"{self.ip}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class GangView:
+    """Another job that waits for its set of pods (phase Pending or Scheduling, or Restarting with a pod unbound)."""
+
+    key: str  # namespace/name
+    uid: str
+    created: float
+    pools: frozenset[str]  # the pool it tries now; empty set = the cluster at large
+    wanted: int
+    scheduled: int = 0  # pods bound now; 0 after a release
+    released_at: float | None = None  # when it last gave its nodes back
+    recovering: bool = False  # it has run, and waits for the nodes of a few pods (phase Restarting)
+    places: int | None = None  # pods of its that today's nodes could hold, counted up to `wanted`; None: unknown
+    # Something that is no lack of nodes keeps the set from being complete, or did when it gave its pods back.
+    blocked: bool = False
+    quota: str = ""  # then: the namespace, if it is a quota of it; `scheduled` are all of its pods
+
+    @property
+    def possible(self) -> bool:
+        """Return whether today's nodes could hold the whole set. It is a presumption: nodes are added and removed."""
+        return self.places is None or self.places >= self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """The operator's own configuration, as far as plans depend on it. Allow-lists are exact names; "*" allows all."""
+
+    agent_digest: str = "0" * 64  # SHA-256 of agent.pyz
+    operator_key: bytes = field(default=b"", repr=False)  # names the jobs' Secrets, and signs their templates
+    previous_keys: tuple[bytes, ...] = field(default=(), repr=False)  # by which earlier ones still hold
+    cluster_domain: str = "cluster.local"
+    agent_port: int = 8470
+    fence_timeout: float = 40.0
+    termination_grace: int = 120  # seconds, unless the template says otherwise
+    # Seconds until pods of an unreachable node are evicted. Their ranks may well train on meanwhile: a kubelet that is
+    # updated is back within minutes, and an eviction that nobody confirms frees no node before.
+    node_lost_toleration: int = 300
+    service_accounts: frozenset[str] = frozenset({"default"})
+    priority_classes: frozenset[str] = frozenset({"*"})
+    host_fields: frozenset[str] = (
+        frozenset()
+    )  # hostNetwork, hostPID, hostIPC, hostPath, hostPort, privileged, automountServiceAccountToken
+    copied_labels: frozenset[str] = frozenset(
+        {
+            f"app.kubernetes.io/{name}" for name in ("name", "part-of", "component", "version")
+        }  # never "instance": Argo CD's
+    )
+
+    @property
+    def operator_keys(self) -> tuple[bytes, ...]:
+        """Return all keys that hold, the current one first."""
+        return (self.operator_key, *self.previous_keys)
+
+    @property
+    def agent_config_map(self) -> str:
+        return f"everstep-agent-{self.agent_digest[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """The API server refused an action in this very reconcile; the plan is made again with this knowledge."""
+
+    action: Action
+    kind: str  # Invalid (422) | Forbidden (403) | Quota (403 of a ResourceQuota) | Conflict (a foreign object)
+    message: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that one plan may know. `pods` holds every pod with the job's label, also foreign and ended ones, and must
+    include the caller's own earlier writes (a cache that has not seen a create yet makes a plan create again, which
+    the pod's name then refuses)."""
+
+    job: TrainingJob
+    pods: tuple[PodView, ...] = ()
+    pools: Mapping[str, TrainingPool] = field(default_factory=dict)  # those that the job names and that exist
+    leader: LeaderView | None = None  # of the current pod 0; None: never asked
+    gangs: tuple[GangView, ...] = ()  # other jobs, any namespace
+    frozen: FrozenTemplate | None = None  # of status.template.epoch; None: not there
+    settings: PlanSettings = field(default_factory=PlanSettings)
+    rejection: Rejection | None = None
+    status_written_at: float | None = None  # of the observed status; None: unknown, long ago
+    nodes: Mapping[str, NodeView] = field(default_factory=dict)  # those under the pods, as far as they are known
+    places: int | None = None  # pods of the set that today's nodes could hold, up to those wanted; None: unknown
+    scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
+
+    @cached_property
+    def ours(self) -> tuple[PodView, ...]:
+        """Return the job's own pods by index; an object of another UID is never adopted."""
+        uid = self.job.metadata.uid
+        mine = (self._on_its_node(self._of_an_epoch_given_out(p)) for p in self.pods if p.owner == uid)
+        return tuple(sorted(mine, key=lambda p: (p.index, p.created, p.uid)))
+
+    def _of_an_epoch_given_out(self, pod: PodView) -> PodView:
+        """Return a pod with an epoch that was given out. Whoever may change pods may change their labels; an epoch is
+        in the status before a pod has it."""
+        newest = self.job.status.epoch
+        return pod if 0 <= pod.epoch <= newest else replace(pod, epoch=newest)
+
+    def _on_its_node(self, pod: PodView) -> PodView:
+        node = self.nodes.get(pod.node) if pod.node else None
+        return pod if node is None or node.gone_since is None else replace(pod, gone_since=node.gone_since)
+
+
+def parse_pod(raw: Mapping[str, Any]) -> PodView:
+    """Sort out one pod as the API server gives it. Never raises on odd values: a pod is then of index or epoch -1."""
+    meta: Mapping[str, Any] = raw.get("metadata") or {}
+    spec: Mapping[str, Any] = raw.get("spec") or {}
+    status: Mapping[str, Any] = raw.get("status") or {}
+    labels: Mapping[str, Any] = meta.get("labels") or {}
+    conditions = {c.get("type"): c for c in status.get("conditions") or ()}
+    bound = conditions.get("PodScheduled") or {}
+    disruption = conditions.get("DisruptionTarget") or {}
+    created = parse_timestamp(meta.get("creationTimestamp")) or 0.0
+    scheduled_at = None
+    if spec.get("nodeName"):
+        bound_at = parse_timestamp(bound.get("lastTransitionTime")) if bound.get("status") == "True" else None
+        scheduled_at = bound_at or created
+    container: Mapping[str, Any] = next(
+        (c for c in status.get("containerStatuses") or () if c.get("name") == TRAINER_CONTAINER), {}
+    )
+    state: Mapping[str, Any] = container.get("state") or {}
+    waiting: Mapping[str, Any] = state.get("waiting") or {}
+    over: Mapping[str, Any] | None = state.get("terminated")
+    current: Mapping[str, Any] = over or state.get("running") or {}
+    owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
+    job = str(owner.get("name") or "")
+    return PodView(
+        index=_parse_index(str(meta.get("name") or ""), job, labels),
+        name=str(meta.get("name") or ""),
+        uid=str(meta.get("uid") or ""),
+        epoch=parse_ordinal(labels.get(LABEL_EPOCH), -1),
+        template=_parse_template_epoch(spec, job, labels),
+        created=created,
+        owner=str(owner.get("uid") or ""),
+        phase=str(status.get("phase") or "Pending"),
+        node=spec.get("nodeName") or None,
+        ip=status.get("podIP") or None,
+        scheduled_at=scheduled_at,
+        unschedulable="" if scheduled_at is not None else clip_text(bound.get("message")),
+        started_at=parse_timestamp(current.get("startedAt")),
+        ended=_parse_container_end(over) if over else _parse_pod_end(status),
+        deleting_since=_deleting_since(meta),
+        waiting_reason=clip_text(waiting.get("reason"), 128),
+        waiting_message=clip_text(waiting.get("message")),
+        disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
+        token_secret=token_secret_name(spec),
+        listed=LABEL_JOB in labels,
+        finalizers=clip_text(", ".join(map(str, meta.get("finalizers") or ())))
+        if meta.get("deletionTimestamp")
+        else "",
+    )
+
+
+def _parse_index(name: str, job: str, labels: Mapping[str, Any]) -> int:
+    """Return the replica index. Anybody who may change pods may change their labels; a name stays as it is."""
+    prefix, _, suffix = name.rpartition("-")
+    return parse_ordinal(suffix if job and prefix == job else labels.get(LABEL_INDEX), -1)
+
+
+def _parse_template_epoch(spec: Mapping[str, Any], job: str, labels: Mapping[str, Any]) -> int:
+    """Return the epoch of the template: its ConfigMap is `<job>-<t>`, and volumes stay as they are."""
+    for volume in spec.get("volumes") or ():
+        if volume.get("name") in _TEMPLATE_VOLUMES:
+            sources = [volume, *((volume.get("projected") or {}).get("sources") or ())]
+            names = [str((source.get("configMap") or {}).get("name") or "").rpartition("-") for source in sources]
+            if (found := next((epoch for name, _, epoch in names if job and name == job), None)) is not None:
+                return parse_ordinal(found, -1)
+    return parse_ordinal(labels.get(LABEL_TEMPLATE), -1)
+
+
+def token_secret_name(spec: Mapping[str, Any]) -> str:
+    """Return the name of the Secret that a pod mounts as its token, or nothing if it mounts none."""
+    volume: Mapping[str, Any] = next((v for v in spec.get("volumes") or () if v.get("name") == TOKEN_VOLUME), {})
+    return str((volume.get("secret") or {}).get("secretName") or "")
+
+
+def _deleting_since(meta: Mapping[str, Any]) -> float | None:
+    """Return when the delete was asked for: `deletionTimestamp` is when the grace ends."""
+    at = parse_timestamp(meta.get("deletionTimestamp"))
+    return None if at is None else at - max(0, _as_integer(meta.get("deletionGracePeriodSeconds"), 0))
+
+
+def _parse_container_end(over: Mapping[str, Any]) -> ContainerEnd:
+    message = clip_text(over.get("message"), MAX_TERMINATION_LOG).rstrip()  # the end of a log ends with a newline
+    code = over.get("exitCode")
+    exit_code = _as_int32(code)
+    # Container runtimes report a death by signal as 128 + signal and leave the field `signal` empty.
+    signal = over.get("signal") or (exit_code - 128 if exit_code is not None and 128 < exit_code < 160 else None)
+    reason = clip_text(over.get("reason"), 128)
+    return ContainerEnd(
+        exit_code, signal, reason, message, parse_timestamp(over.get("finishedAt")), parse_termination_message(message)
+    )
+
+
+def _parse_pod_end(status: Mapping[str, Any]) -> ContainerEnd | None:
+    """Return the end of a pod without its container having a say: rejected by the kubelet, evicted, node shut down, or
+    never begun because an init container failed."""
+    if status.get("phase") not in ("Failed", "Succeeded"):
+        return None
+    if not status.get("reason") and (end := _parse_init_failure(status)) is not None:
+        return end
+    return ContainerEnd(
+        None, None, clip_text(status.get("reason"), 128) or "PodFailed", clip_text(status.get("message")), None
+    )
+
+
+def _parse_init_failure(status: Mapping[str, Any]) -> ContainerEnd | None:
+    """Return how the first init container that failed has ended, or None: the pod never ran its own containers."""
+    for container in status.get("initContainerStatuses") or ():
+        over = (container.get("state") or {}).get("terminated")
+        end = _parse_container_end(over) if over else None
+        if end is None or end.exit_code in (None, 0):
+            continue
+        how = f"{end.reason}, exit code {end.exit_code}" if end.reason else f"exit code {end.exit_code}"
+        message = f"init container {container.get('name')} failed ({how})"
+        if end.message:
+            message = f"{message}: {end.message}"
+        return replace(end, reason=INIT_FAILED, message=clip_text(message), word=None)
+    return None
+
+
+def parse_termination_message(text: str) -> TerminationMessage | None:
+    """Return the agent's JSON in a termination log, or None: the user's program may have written there too."""
+    try:
+        data = json.loads(text) if text.startswith("{") else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("result"), str):
+        return None
+    tail = data.get("logTail")
+    return TerminationMessage(
+        result=clip_text(data["result"], 32),
+        epoch=parse_ordinal(data.get("epoch")),
+        generation=parse_ordinal(data.get("generation")),
+        rank=_as_int32(data.get("rank"), least=0),
+        exit_code=_as_int32(data.get("exitCode")),
+        message=clip_text(data.get("message")),
+        log_tail=tuple(clip_text(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
+        ledger=parse_history_words(data.get("ledger")),
+        progress=parse_progress(data.get("progress")),
+    )
+
+
+def clip_text(value: Any, limit: int = MAX_MESSAGE) -> str:
+    """Return the value as text of at most `limit` characters; nothing for None."""
+    # JSON can spell half of a surrogate pair; such text is not UTF-8, and no status can hold it.
+    text = "" if value is None else str(value).encode(errors="replace").decode()
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def parse_timestamp(value: Any) -> float | None:
+    """Return the Unix seconds of an RFC 3339 time as Kubernetes writes them, or None."""
+    if isinstance(value, datetime):
+        return value.timestamp()
+    if not isinstance(value, str):
+        return None
+    try:
+        return datetime.fromisoformat(value).timestamp()
+    except ValueError:
+        return None
+
+
+def _as_integer(value: Any, default: int = -1) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):  # the last one for Infinity, which JSON spells 1e999
+        return default
+
+
+def _as_int32(value: Any, least: int = -(2**31)) -> int | None:
+    """Return a 32-bit integer, or None: others are made up, and the API server would reject the status that tells of
+    them."""
+    return value if type(value) is int and least <= value < 2**31 else None  # True is none

@@ -1,0 +1,226 @@
+"""Creates the set of pods: a new template, a first set, a released set that tries again, replacements for lost pods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace as replace_fields
+
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Phase, TemplateStatus
+from everstep_operator.plan import gang, pod_replacement, restart_budget, template
+from everstep_operator.plan.actions import (
+    Action,
+    CreatePods,
+    DeletePods,
+    DeleteStaleObjects,
+    DryRun,
+    EnsureAgent,
+    EnsureSecret,
+    EnsureService,
+    EnsureTemplate,
+    JobPlan,
+)
+from everstep_operator.plan.decision import Decision
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.observation import GangView, Observation, PodView
+from everstep_operator.plan.operator_keys import find_key
+from everstep_operator.plan.plan_context import RUN_PHASES, PlanContext
+from everstep_operator.plan.pod_manifest import build_pod, template_name
+from everstep_operator.plan.template import RejectedTemplate
+
+BLOCKED_RETRY_SECONDS = 30.0
+
+
+def resolve_new_template(
+    s: PlanContext,
+    pool: TrainingPool | None,
+    *,
+    plain: bool,
+    reason: Reason,
+    message: str,
+    plain_reason: tuple[Reason, str] | None = None,
+) -> Decision:
+    """Resolve the whole set anew. Its pods are made once every pod of an older template is gone."""
+    epoch = s.status.epoch + 1
+    resolved = template.resolve_template(s.job, epoch=epoch, pool=pool, plain=plain, settings=s.observed.settings)
+    if isinstance(resolved, RejectedTemplate):
+        return Decision(Phase.FAILED, resolved.reason, resolved.message).with_actions(
+            pod_replacement.make_deletion(s.observed.ours, resolved.reason)
+        )
+    name = pool.metadata.name if pool else ""
+    chosen = TemplateStatus(epoch=epoch, pool=name, plain=plain, spec_hash=s.spec.pods_hash())
+    base = Decision(
+        Phase.PENDING, reason, message, epoch=epoch, generation=0, template=chosen, plain_reason=plain_reason
+    )
+    if s.observed.ours:
+        return base.with_actions(pod_replacement.make_deletion(s.observed.ours, reason))
+    made = base.with_fields(phase=Phase.SCHEDULING).with_actions(
+        *_make_creation_actions(s, resolved, range(s.wanted), epoch)
+    )
+    return made.with_actions(DeleteStaleObjects(epoch)) if s.template is not None else made
+
+
+def create_missing_pods(s: PlanContext, decision: Decision) -> Decision:
+    """Create the indices that are missing, unless something is to be waited for. Pod 0 raises the epoch."""
+    if s.stale or any(
+        s.plain and restart_budget.is_set_charged(decision.restarts or s.status.restarts, p) for p in s.current.values()
+    ):
+        return decision
+    indices = pod_replacement.list_missing_indices(s)
+    if not indices or s.template is None:
+        return decision
+    if (until := _earliest_creation(s)) is not None:
+        return decision.requeue_at(until)
+    frozen = s.observed.frozen
+    if frozen is None or frozen.epoch != s.template.epoch:
+        if s.template.pool and s.pool is None:
+            # Without it nobody knows where its pods belong: they would be made for any node.
+            message = (
+                f"there is no TrainingPool {s.template.pool!r}, and the template that was made for it is gone: missing "
+                "pods are made when it is there again"
+            )
+            waiting = decision.with_fields(reason=Reason.POOL_NOT_FOUND, message=message, stalled=True)
+            return waiting.requeue_at(s.now + BLOCKED_RETRY_SECONDS)
+        made = _resolve_again(s, s.template.epoch)
+        if isinstance(made, RejectedTemplate) and s.is_first_creation:
+            return decision.with_fields(phase=Phase.FAILED, reason=made.reason, message=made.message)
+        if isinstance(made, RejectedTemplate):
+            # The template's ConfigMap was deleted, or its signature does not hold, and the operator's configuration
+            # allows less than it did.
+            waiting = decision.with_fields(reason=made.reason, message=made.message, stalled=True)
+            return waiting.requeue_at(s.now + BLOCKED_RETRY_SECONDS)
+        frozen = made
+    epoch = s.status.epoch
+    if 0 in indices:
+        # Even if the last epoch's pod 0 was never made: nobody can know that it was not, and ran.
+        epoch += 1
+        decision = decision.with_fields(epoch=epoch, generation=0)
+    return decision.with_actions(*_make_creation_actions(s, frozen, indices, epoch))
+
+
+def has_pod_creation(decision: Decision) -> bool:
+    return any(isinstance(a, CreatePods) for a in decision.actions)
+
+
+def release_pods(s: PlanContext) -> Decision | None:
+    """Give a partly placed set back if the gang policy says so, and wait for another try; return None if neither
+    applies."""
+    if _is_released(s):
+        blocked = gang.blocked_by(s.job) is not None  # then the message tells by what
+        said = s.status.conditions[0].message if blocked and s.status.conditions else _RELEASED_MESSAGE
+        waiting = Decision(Phase.PENDING, Reason.GANG_RELEASED, said)
+        if s.current:
+            return waiting.with_actions(pod_replacement.make_deletion(s.current.values(), Reason.GANG_RELEASED))
+        until = _earliest_creation(s)
+        return None if until is None else waiting.requeue_at(until)
+    verdict = _judge_hold(s)
+    if not verdict.release:
+        return None
+    message = f"{gang.count_bound_pods(s.live)} of {s.wanted} pods had a node; {_RELEASED_MESSAGE}"
+    if _is_blocked(s):
+        what = "fitted into the namespace's quota" if s.open and s.open.reason == Reason.QUOTA_EXCEEDED else "were made"
+        why = s.status.conditions[0].message if s.status.conditions else ""
+        message = f"{len(s.live)} of {s.wanted} pods {what}; {_GIVEN_BACK}: {why}"
+    return Decision(Phase.PENDING, Reason.GANG_RELEASED, message, again=True).with_actions(
+        pod_replacement.make_deletion(s.live, Reason.GANG_RELEASED)
+    )
+
+
+def find_pod_to_scale_up(observed: Observation, made: JobPlan) -> PodView | None:
+    """Return the pod to ask an autoscaler's word about before this plan is carried out, or None.
+
+    The plan gives a set's nodes back, and is to be made again if a node is on its way (`Observation.scale_up_at`).
+    """
+    if not made.changed or not any(isinstance(a, DeletePods) and a.why == Reason.GANG_RELEASED for a in made.actions):
+        return None
+    return next((pod for pod in observed.ours if pod.live and not pod.scheduled), None)
+
+
+def next_release_check(s: PlanContext) -> float | None:
+    """Return when to ask again whether the set is to be given back."""
+    return _judge_hold(s).retry_at
+
+
+_RELEASED_MESSAGE = "the nodes were given back until the set can be complete"
+_GIVEN_BACK = "they were given back until the set can be complete"
+
+
+def _judge_hold(s: PlanContext) -> gang.GangVerdict:
+    waiting = [p for p in s.live if not p.scheduled]
+    if s.all_bound or not (waiting or _is_blocked(s)):
+        return gang.GangVerdict()  # what lacks is an object that still terminates; nodes of ours would not help it
+    grew_at = max((p.scheduled_at or 0.0 for p in s.live if p.scheduled), default=0.0)
+    # Pods that came later than the last bound one have not had their chance yet.
+    grew_at = max([grew_at, *(p.created for p in waiting)])
+    return gang.judge_hold(
+        _view_own_gang(s), s.observed.gangs, grew_at=grew_at, scale_up_at=s.observed.scale_up_at, now=s.now
+    )
+
+
+def _view_own_gang(s: PlanContext) -> GangView:
+    return gang.make_gang_view(s.job, s.observed.pods, s.observed.places)
+
+
+def _earliest_creation(s: PlanContext) -> float | None:
+    """Return when the missing pods may be created; None: now."""
+    if s.open is not None and _is_blocked(s) and s.now < s.open.start.timestamp() + BLOCKED_RETRY_SECONDS:
+        return s.open.start.timestamp() + BLOCKED_RETRY_SECONDS
+    if _is_released(s):
+        return gang.judge_retry(_view_own_gang(s), s.observed.gangs, now=s.now).retry_at
+    return None
+
+
+def _is_blocked(s: PlanContext) -> bool:
+    return s.open is not None and s.open.reason in gang.BLOCKED_REASONS
+
+
+def _is_released(s: PlanContext) -> bool:
+    return s.phase is Phase.PENDING and s.open is not None and s.open.reason == Reason.GANG_RELEASED
+
+
+def _resolve_again(s: PlanContext, epoch: int) -> FrozenTemplate | RejectedTemplate:
+    """Resolve a lost template by the key of the pods that it once gave: the new ones must share their token."""
+    settings, meta = s.observed.settings, s.job.metadata
+    mounted = (pod.token_secret for pod in s.current.values())
+    settings = replace_fields(
+        settings, operator_key=find_key(mounted, meta.name, meta.uid, epoch, settings.operator_keys)
+    )
+    return template.resolve_template(s.job, epoch=epoch, pool=s.pool, plain=s.plain, settings=settings)
+
+
+def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iterable[int], epoch: int) -> list[Action]:
+    chosen = tuple(indices)
+    job, settings, t = s.job, s.observed.settings, frozen.epoch
+    actions: list[Action] = []
+    if len(chosen) == s.wanted and s.phase not in RUN_PHASES:
+        # Before anything is made from it: a refused template leaves nothing behind.
+        actions.append(DryRun(build_pod(frozen, 0, epoch)))
+    if s.wanted > 1:
+        actions.append(EnsureService(job.metadata.name, template.build_service(job, settings)))
+    name = template_name(job.metadata.name, t)
+    if not frozen.job.get("plain"):
+        # By the template's name too: nothing else is mounted by the pods that come of it.
+        token = template.secret_name_of(frozen)
+        actions.append(EnsureSecret(token, t, template.build_secret(job, t, token)))
+        # By the template's name, not today's: a job that began under another version goes on with that agent.
+        actions.append(EnsureAgent(_agent_config_map(frozen), str(frozen.job.get("agentDigest") or "")))
+    uid = job.metadata.uid
+    key = find_key((template.secret_name_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
+    actions.append(EnsureTemplate(name, t, template.build_config_map(job, frozen, key)))
+    actions.append(CreatePods(chosen, epoch, frozen, _find_leader_address(s, chosen, epoch)))
+    return actions
+
+
+def _find_leader_address(s: PlanContext, indices: Iterable[int], epoch: int) -> str:
+    """Return the address where these pods can announce themselves: the kubelet reports a new pod's address about a
+    second late."""
+    head = s.head
+    if s.plain or head is None or 0 in indices or not head.running or not head.live or head.epoch != epoch:
+        return ""
+    return head.format_address(s.observed.settings.agent_port) if head.ip else ""
+
+
+def _agent_config_map(frozen: FrozenTemplate) -> str:
+    volumes = frozen.pod["spec"].get("volumes") or ()
+    return next((str(v["configMap"]["name"]) for v in volumes if v["name"] == "everstep-agent"), "")

@@ -1,0 +1,101 @@
+"""The body of one pod, from the frozen template alone: whatever was edited or upgraded since, a replacement is like the
+pod that it replaces. All that it gets besides is the address of a leader that runs already.
+
+Called once for each of thousands of pods, so it copies only the few objects that differ and shares the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from everstep_operator.plan import plain_mode
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
+from everstep_operator.plan.observation import TRAINER_CONTAINER
+
+LEADER_VARIABLE = "EVERSTEP_LEADER"
+MANAGED_BY_LABEL = {"app.kubernetes.io/managed-by": "everstep"}
+
+ContainerEnvironment = list[Mapping[str, Any]]  # of a container, as manifests have it
+
+
+def pod_name(job: str, index: int) -> str:
+    """Return the name of a pod. The name is the lock of its index: the API server lets one object have it at a time."""
+    return f"{job}-{index}"
+
+
+def template_name(job: str, epoch: int) -> str:
+    """Return the name of the ConfigMap that keeps the template of an epoch."""
+    return f"{job}-{epoch}"
+
+
+def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") -> dict[str, Any]:
+    """Return the pod to POST. It shares objects with `frozen`: read it, do not change it.
+
+    `leader`: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
+    """
+    about = frozen.job["job"]
+    name: str = about["name"]
+    metadata = frozen.pod.get("metadata") or {}
+    body: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(name, index),
+            "namespace": about["namespace"],
+            "labels": {
+                **build_shared_labels(frozen.pod, name, frozen.epoch),
+                LABEL_INDEX: str(index),
+                LABEL_EPOCH: str(epoch),
+            },
+            "ownerReferences": [build_owner_reference(name, about["uid"])],
+        },
+        "spec": {**frozen.pod["spec"], "hostname": f"algo-{index + 1}"},
+    }
+    annotations = dict(metadata.get("annotations") or {})
+    if frozen.job.get("plain"):
+        annotations |= plain_mode.build_pod_annotations(frozen.job, index)
+        config_map = template_name(name, frozen.epoch)
+        body["spec"]["containers"] = _replace_environment(
+            frozen, lambda env: plain_mode.build_environment(frozen.job, index, config_map, env)
+        )
+    elif leader:
+        body["spec"]["containers"] = _replace_environment(
+            frozen, lambda env: [*env, {"name": LEADER_VARIABLE, "value": leader}]
+        )
+    if annotations:
+        body["metadata"]["annotations"] = annotations
+    return body
+
+
+def build_shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict[str, str]:
+    """Return the labels that all pods of a set have.
+
+    Args:
+        pod: The frozen pod template.
+        job: Name of the job.
+        template: The epoch of the template.
+    """
+    given = (pod.get("metadata") or {}).get("labels") or {}
+    return {**given, **MANAGED_BY_LABEL, LABEL_JOB: job, LABEL_GROUP: "", LABEL_TEMPLATE: str(template)}
+
+
+def _replace_environment(
+    frozen: FrozenTemplate, change: Callable[[ContainerEnvironment], Sequence[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the containers, with another environment for the trainer."""
+    containers = frozen.pod["spec"]["containers"]
+    return [{**c, "env": change(c.get("env") or [])} if c["name"] == TRAINER_CONTAINER else c for c in containers]
+
+
+def build_owner_reference(name: str, uid: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "everstep.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        # Background deletion is ours; "foreground" of a user's must wait for the pods, as it says.
+        "blockOwnerDeletion": True,
+    }

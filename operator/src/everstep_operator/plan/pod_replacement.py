@@ -1,0 +1,140 @@
+"""The replacement of pods: which ones are deleted, and which are created again.
+
+Survivors are kept. A pod that ended although the job has not, or that its leader calls unclean, is deleted; only when
+its object is gone is the index made again, because the name is the lock: two live pods of one index cannot exist, not
+even by two operators at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.plan import start_failures
+from everstep_operator.plan.actions import DeletePods, PodRef
+from everstep_operator.plan.observation import PodView
+from everstep_operator.plan.plan_context import PlanContext
+
+# A pod that the kubelet refuses ends at once; made again at once it would do so thousands of times an hour.
+REFUSED_RETRY_SECONDS = 10.0
+# A leader learns of a lost pod by its closed connections. So long the pod stays, as evidence of why it was lost.
+EVIDENCE_SECONDS = 5.0
+
+
+def list_missing_indices(s: PlanContext) -> tuple[int, ...]:
+    """Return the indices without any object. A deleting pod is not missing: its processes may still run."""
+    taken = {p.index for p in s.stale} | s.current.keys()
+    return tuple(i for i in range(s.wanted) if i not in taken)
+
+
+def list_lost_pods(s: PlanContext) -> list[PodView]:
+    """Return the pods of the set in which nothing will ever run again (agent mode; the job has no outcome)."""
+    unclean = _list_unclean_uids(s)
+    return [p for p in s.current.values() if not p.live or p.uid in unclean]
+
+
+def list_deletable_pods(s: PlanContext) -> tuple[list[PodView], float | None]:
+    """Return the lost pods whose objects are to go now, and when to look again at those that may stay for a moment."""
+    now_, later = [], []
+    attempt = start_failures.next_attempt_at(start_failures.count_start_failures(s).record)
+    for pod in list_lost_pods(s):
+        if pod.deleting or (pod.ended is None and pod.gone_since is not None):
+            # A pod on a dead node stays like this until something proves that the node is dead: see
+            # node_trouble.force_delete_lost_pods.
+            continue
+        at = attempt if start_failures.has_failed_at_start(s, pod) else _deletable_at(s, pod)
+        if at <= s.now:
+            now_.append(pod)
+        else:
+            later.append(at)
+    return now_, min(later, default=None)
+
+
+def _deletable_at(s: PlanContext, pod: PodView) -> float:
+    if pod.ended is None:
+        return s.now
+    at = s.now
+    if pod.started_at is None or s.status.generation == 0:
+        # Before a generation has run nothing is charged, so nothing but time bounds a pod that fails at every start.
+        at = max(at, pod.created + REFUSED_RETRY_SECONDS)
+    if is_out_of_memory(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNNING_PHASES:
+        at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE_SECONDS) if not _is_in_history(s, pod) else at
+    return at
+
+
+def _is_in_history(s: PlanContext, pod: PodView) -> bool:
+    """Return whether the leader has told of this pod's end, and the entry is on record."""
+    last = s.status.restarts.last
+    if s.leader is None or last is None:
+        return False
+    return any(e.index == pod.index and e.order <= last.token for e in s.leader.ledger[-8:])
+
+
+def is_out_of_memory(pod: PodView) -> bool:
+    return pod.ended is not None and pod.ended.reason == "OOMKilled"
+
+
+def explain_loss(pod: PodView | None) -> Reason:
+    """Return the best reason that a pod's last state gives."""
+    if pod is None:
+        return Reason.POD_DELETED
+    if is_out_of_memory(pod):
+        return Reason.OUT_OF_MEMORY
+    if pod.disruption is not None:
+        return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
+    if pod.ended is not None and pod.ended.reason in ("Evicted", "Preempting", "Terminated", "NodeShutdown"):
+        return Reason.EVICTED
+    if pod.ended is None and pod.gone_since is not None:
+        return Reason.NODE_LOST
+    if pod.ended is not None and pod.ended.word is not None and (said := _REASONS_BY_RESULT.get(pod.ended.word.result)):
+        return said
+    if pod.deleting:
+        return Reason.POD_DELETED
+    if pod.ended is not None and pod.ended.signal == 9:
+        return Reason.CONTAINER_KILLED
+    return Reason.POD_LOST
+
+
+def describe_kept_pod(s: PlanContext) -> tuple[PodView, str] | None:
+    """Return a pod that finalizers keep after its end, and a message about it: no other pod can have its name.
+
+    Whoever put them there acts within a moment, or needs to be told.
+    """
+    kept = next((p for p in s.observed.ours if p.finalizers and p.deleting and p.ended is not None), None)
+    if kept is None:
+        return None
+    return kept, f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"
+
+
+def make_deletion(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
+    """Delete those pods that nobody has asked to go yet. A pod on a removed node does not hear it: see
+    `node_trouble.force_delete_lost_pods`."""
+    found = tuple(PodRef(p.name, p.uid, grace) for p in pods if p.live or (p.ended is not None and not p.deleting))
+    return DeletePods(found, why.value) if found else None
+
+
+def _list_unclean_uids(s: PlanContext) -> set[str]:
+    if s.leader is None or not s.leader.unclean:
+        return set()
+    answered = s.leader.answered_at or s.now
+    found = set()
+    for item in s.leader.unclean:
+        pod = s.current.get(item.index)
+        # Without a UID the complaint may be about the pod's predecessor: a young pod gets the benefit of the doubt.
+        if pod is not None and (item.uid == pod.uid if item.uid else answered - pod.created > 60):
+            found.add(pod.uid)
+    return found
+
+
+_RUNNING_PHASES = frozenset({"Starting", "Running", "Restarting"})
+_DISRUPTIONS = {
+    "PreemptionByScheduler": Reason.PREEMPTED,
+    "EvictionByEvictionAPI": Reason.EVICTED,
+    "TerminationByKubelet": Reason.EVICTED,
+    "DeletionByTaintManager": Reason.NODE_LOST,
+    "DeletionByPodGC": Reason.NODE_LOST,
+}
+_REASONS_BY_RESULT = {"fenced": Reason.FENCED, "unclean": Reason.UNCLEAN_NODE, "stopped": Reason.POD_DELETED}
+LOSS_REASONS = frozenset(
+    {*_DISRUPTIONS.values(), *_REASONS_BY_RESULT.values(), Reason.OUT_OF_MEMORY, Reason.CONTAINER_KILLED}
+)  # what `explain_loss` may find, but for the vague POD_LOST

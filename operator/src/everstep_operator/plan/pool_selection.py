@@ -1,0 +1,66 @@
+"""The choice of a pool: a job tries its pools in the order of preference, each for its `wait`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.reasons import Reason
+from everstep_operator.plan.plan_context import FORMING_PHASES, PlanContext
+
+_RESOLVED_ANEW = frozenset({Reason.CREATED.value, Reason.RESUMED.value, Reason.NEXT_POOL.value})
+
+
+@dataclass(frozen=True)
+class PoolSelection:
+    """A pool (None: the job names none), or why there is none yet."""
+
+    pool: TrainingPool | None = None
+    problem: tuple[Reason, str] | None = None
+
+
+def select_first_pool(s: PlanContext) -> PoolSelection:
+    """Return the pool to start with."""
+    if not s.spec.pools:
+        return PoolSelection()
+    return _select_from(s, [p.name for p in s.spec.pools])
+
+
+def select_next_pool(s: PlanContext) -> tuple[TrainingPool | None, float | None]:
+    """Return the pool to go to now, and when to ask again.
+
+    Only a job that has never run moves: the others hold checkpoints, data and places where they are.
+    """
+    names = [p.name for p in s.spec.pools]
+    if s.template is None or s.has_run or s.phase not in FORMING_PHASES or s.all_bound or s.template.pool not in names:
+        return None, None
+    at = names.index(s.template.pool)
+    choice = _select_from(s, names[at + 1 :])
+    if choice.pool is None:
+        return None, None
+    due = _pool_tried_since(s) + s.spec.pools[at].wait.total_seconds()
+    return (choice.pool, None) if s.now >= due else (None, due)
+
+
+def _select_from(s: PlanContext, names: list[str]) -> PoolSelection:
+    problems = []
+    namespace = s.job.metadata.namespace or "default"
+    for name in names:
+        pool = s.observed.pools.get(name)
+        if pool is None:
+            problems.append((Reason.POOL_NOT_FOUND, f"there is no TrainingPool {name!r}"))
+        elif not pool.allows(namespace):
+            text = f"TrainingPool {name!r} does not allow the namespace {namespace!r}"
+            problems.append((Reason.NAMESPACE_NOT_ALLOWED, text))
+        else:
+            return PoolSelection(pool)
+    # A pool that does not exist may come yet (GitOps applies in any order); one that refuses has decided.
+    problems.sort(key=lambda problem: problem[0] is not Reason.POOL_NOT_FOUND)
+    return PoolSelection(problem=problems[0]) if problems else PoolSelection()
+
+
+def _pool_tried_since(s: PlanContext) -> float:
+    """Return when the present pool was chosen. If that is no longer on record, longer ago than all that is."""
+    known = s.status.transitions
+    chosen = next((t for t in reversed(known) if t.reason in _RESOLVED_ANEW), known[0] if known else None)
+    return chosen.start.timestamp() if chosen is not None else s.now

@@ -1,0 +1,238 @@
+"""Charges restarts to budgets. Every ended generation is charged once, to one cause, by the id that the leader gave it.
+
+With a leader its ledger is the only source: an entry newer than the newest charge is charged, none else. Without one
+(pod 0 is lost, plain mode, degraded) the operator charges the last generation that it saw running, under the same kind
+of id, so that whatever both know of is charged by the one who comes first and skipped by the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
+from everstep_operator.plan import pod_replacement
+from everstep_operator.plan.decision import parse_reason
+from everstep_operator.plan.leader_view import MAX_ORDINAL, LeaderView, ReportedGeneration
+from everstep_operator.plan.observation import PodView
+from everstep_operator.plan.plan_context import PlanContext, to_utc
+
+# So long a "pod lost" waits for the pod's own last state, which tells an OOM or a pre-emption from a network fault.
+FATE_WAIT_SECONDS = 10.0
+
+_CAUSE_OF_REASON = {
+    Reason.APPLICATION_ERROR: Cause.APPLICATION,
+    Reason.OUT_OF_MEMORY: Cause.APPLICATION,
+    Reason.PREEMPTED: Cause.PREEMPTION,
+}
+
+
+@dataclass(frozen=True)
+class RestartBudget:
+    """Restarts after everything known was charged. `exhausted`: (reason, message) if a budget is overdrawn."""
+
+    restarts: Restarts
+    generation: int
+    last_failure: LastFailure | None = None  # None: nothing new
+    exhausted: tuple[Reason, str] | None = None
+    retry_at: float | None = None
+
+
+def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBudget:
+    """Charge the generations that ended since the last pass. `over`: the job has an outcome, so that a pod's end is no
+    loss."""
+    restarts = before = s.status.restarts  # `before` the newest charge
+    failure, retry_at = None, None
+    generation = min(s.status.generation, MAX_ORDINAL)  # an older version stored what a leader made up
+    head = s.head
+    if s.leader is not None or over:
+        for entry in _list_ended_generations(s, over):
+            if restarts.last is not None and entry.order <= restarts.last.token:
+                continue
+            if entry.order[0] > s.status.epoch:
+                continue  # made up: it would be newer than whatever ends from now on
+            if entry.cause == "Stopped":
+                continue
+            reason = _find_entry_reason(s, entry, restarts) or (_fallback_reason(entry) if over else None)
+            if reason is None:
+                # Charges are in the order of generations: the later ones wait with this one.
+                retry_at = (entry.ended_at or s.now) + FATE_WAIT_SECONDS
+                break
+            before, restarts = restarts, _add_charge(s, restarts, entry.id, reason)
+            failure = _make_failure(s, entry, reason)
+        generation = _last_run_generation(s, s.leader) if s.leader is not None else generation
+    elif s.plain and (broken := _find_plain_loss(s)) is not None:
+        epoch, pod = broken
+        if not restarts.last or restarts.last.token < (epoch, 1):
+            reason = Reason.APPLICATION_ERROR if _has_failed_itself(pod) else pod_replacement.explain_loss(pod)
+            before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason)
+            failure = make_pod_failure(pod, reason)
+    if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
+        dead = head is None or not head.live
+        # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
+        loss = head if dead else next(iter(pod_replacement.list_lost_pods(s)), None) if s.degraded else None
+        # A pod 0 of an older epoch is a late read: its end is on record since the epoch was raised.
+        known = head is None or head.epoch == s.status.epoch
+        newest = restarts.last.token if restarts.last is not None else (0, 0)
+        if known and (dead or loss is not None) and newest < (s.status.epoch, generation):
+            reason = pod_replacement.explain_loss(loss)
+            before, restarts = restarts, _add_charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
+            failure = make_pod_failure(loss, reason)
+    exhausted = _find_exhausted_budget(s, restarts)
+    if exhausted is not None:
+        # What found the budget empty ends the job: no restart came of it, so none is counted.
+        restarts = before
+    return RestartBudget(restarts, generation, failure, exhausted, retry_at)
+
+
+def _list_ended_generations(s: PlanContext, over: bool) -> list[ReportedGeneration]:
+    """Return the generations that the leader told of, and when all is over those in agent 0's termination message: what
+    happened while no operator asked counts too."""
+    word = s.head.ended.word if over and s.head is not None and s.head.ended is not None else None
+    known = {entry.id: entry for entry in word.ledger} if word is not None else {}
+    if s.leader is not None:
+        known.update((entry.id, entry) for entry in s.leader.ledger)
+    return sorted(known.values(), key=lambda entry: entry.order)
+
+
+def count_remaining_restarts(s: PlanContext, restarts: Restarts) -> int:
+    """Return the application restarts left after the newest charge: what the leader may still do on its own."""
+    since = to_utc(s.now - s.spec.restart.window.total_seconds())
+    return max(0, s.spec.restart.application - restarts.within(Cause.APPLICATION, since))
+
+
+def is_set_charged(restarts: Restarts, pod: PodView) -> bool:
+    """Return whether the set this pod belongs to has been charged, so that all of it goes (plain mode)."""
+    return restarts.last is not None and restarts.last.token >= (pod.epoch, 1)
+
+
+def make_pod_failure(pod: PodView | None, reason: Reason) -> LastFailure:
+    end = pod.ended if pod is not None else None
+    word = end.word if end is not None else None
+    return LastFailure(
+        cause=_CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE),
+        reason=reason.value,
+        node=pod.node if pod is not None else None,
+        rank=word.rank if word else None,
+        exit_code=(word.exit_code if word and word.exit_code is not None else end.exit_code) if end else None,
+        message=(word.message if word else end.message) if end else "the pod is gone",
+        log_tail=list(word.log_tail[-MAX_LOG_LINES:]) if word else [],
+    )
+
+
+def make_entry_failure(entry: ReportedGeneration, reason: Reason, node: str | None) -> LastFailure:
+    return LastFailure(
+        cause=_CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE),
+        reason=reason.value,
+        node=node,
+        rank=entry.rank,
+        exit_code=entry.exit_code,
+        message=entry.message,
+        log_tail=list(entry.log_tail[-MAX_LOG_LINES:]),
+    )
+
+
+def _make_failure(s: PlanContext, entry: ReportedGeneration, reason: Reason) -> LastFailure:
+    pod = s.current.get(entry.index) if entry.index is not None else None
+    if entry.cause in ("PodLost", "Leaving") and _is_lost_pod(pod, entry) and pod is not None and pod.ended:
+        return make_pod_failure(pod, reason)
+    return make_entry_failure(entry, reason, pod.node if pod and not is_replacement(s, pod) else None)
+
+
+def _add_charge(s: PlanContext, restarts: Restarts, name: str, reason: Reason) -> Restarts:
+    return restarts.charge(
+        Charge(id=name, cause=_CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE), time=to_utc(s.now))
+    )
+
+
+def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Restarts) -> Reason | None:
+    """Return the reason of an ended generation; None: it cannot be told yet."""
+    simple = {"Application": Reason.APPLICATION_ERROR, "OutOfMemory": Reason.OUT_OF_MEMORY, "Fenced": Reason.FENCED}
+    if entry.cause in simple:
+        return simple[entry.cause]
+    pod = s.current.get(entry.index) if entry.index is not None else None
+    if (pod is None or is_replacement(s, pod)) and (noted := _find_noted_loss(s, restarts)) is not None:
+        return noted
+    if pod is not None and _is_lost_pod(pod, entry):
+        if not pod.live:
+            return pod_replacement.explain_loss(pod)
+        if s.now < (entry.ended_at or s.now) + FATE_WAIT_SECONDS and entry.ended_at is not None:
+            return None
+    return _fallback_reason(entry)
+
+
+def _fallback_reason(entry: ReportedGeneration) -> Reason:
+    """Return the reason that is given when nothing more will be known: after the end of a job nobody looks again."""
+    return Reason.POD_DELETED if entry.cause == "Leaving" else Reason.POD_LOST
+
+
+def _find_noted_loss(s: PlanContext, restarts: Restarts) -> Reason | None:
+    """Return the loss for which this restart began, or None if it began otherwise, or is charged already.
+
+    Survivors may take longer to stop than a lost pod to be gone: then the transition alone tells why it was lost.
+    """
+    since = s.since({Phase.RESTARTING})
+    if s.phase is not Phase.RESTARTING or (restarts.last is not None and restarts.last.time.timestamp() >= since):
+        return None
+    noted = (parse_reason(t.reason) for t in s.status.transitions if t.start.timestamp() >= since)
+    return next((reason for reason in noted if reason in pod_replacement.LOSS_REASONS), None)
+
+
+def is_replacement(s: PlanContext, pod: PodView) -> bool:
+    """Return whether a pod was created since this restart began. The API server tells creation in whole seconds."""
+    return s.phase is Phase.RESTARTING and pod.created + 1.0 > s.since({Phase.RESTARTING})
+
+
+def _is_lost_pod(pod: PodView | None, entry: ReportedGeneration) -> bool:
+    """Return whether the pod of this index now is the one the entry is about, and not its replacement."""
+    return pod is not None and (entry.ended_at is None or pod.created <= entry.ended_at)
+
+
+def _last_run_generation(s: PlanContext, leader: LeaderView) -> int:
+    """Return the last generation of this epoch known to have run: one that still forms has not cost anything yet."""
+    if leader.epoch != s.status.epoch:
+        return min(s.status.generation, MAX_ORDINAL)
+    seen = [e.order[1] for e in leader.ledger if e.order[0] == leader.epoch]
+    if leader.phase in ("running", "stopping", "ended"):
+        seen.append(leader.generation)
+    return min(MAX_ORDINAL, max([s.status.generation, *seen]))
+
+
+def _find_plain_loss(s: PlanContext) -> tuple[int, PodView | None] | None:
+    """Return the epoch of the set and the pod that broke it, or None if the present set of plain pods is whole."""
+    pods = [p for p in s.current.values() if not is_set_charged(s.status.restarts, p)]
+    epoch = max((p.epoch for p in pods), default=s.status.epoch)
+    failed = [p for p in pods if p.ended is not None and p.ended.exit_code != 0]
+    if failed:
+        # The first to fail is the cause; its peers fail because it left.
+        return epoch, min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index))
+    if s.phase is Phase.RUNNING and pod_replacement.list_missing_indices(s):
+        return epoch, None
+    if s.phase in (Phase.STARTING, Phase.RUNNING) and (going := [p for p in pods if not p.live and not p.ended]):
+        return epoch, going[0]
+    return None
+
+
+def _has_failed_itself(pod: PodView | None) -> bool:
+    return (
+        pod is not None
+        and pod.ended is not None
+        and pod.ended.exit_code is not None
+        and not pod.deleting
+        and pod.disruption is None
+        and not pod_replacement.is_out_of_memory(pod)
+    )
+
+
+def _find_exhausted_budget(s: PlanContext, restarts: Restarts) -> tuple[Reason, str] | None:
+    since = to_utc(s.now - s.spec.restart.window.total_seconds())
+    budget = s.spec.restart
+    for cause, limit, reason in (
+        (Cause.APPLICATION, budget.application, Reason.RESTART_BUDGET_EXCEEDED),
+        (Cause.INFRASTRUCTURE, budget.infrastructure, Reason.INFRASTRUCTURE_BUDGET_EXCEEDED),
+    ):
+        used = restarts.within(cause, since)
+        if used > limit:
+            window = int(budget.window.total_seconds())
+            return reason, f"{used} failures within {window} s; restart.{cause.value.lower()} allows {limit} restarts"
+    return None

@@ -1,0 +1,81 @@
+"""Limits how often agents fail at their start: an unreadable configuration, a port in use, a container killed before it
+joins, an init container that fails.
+
+No generation has run, so no budget pays; without a limit of its own such a job would make pods until a timeout, and
+say no more than "Starting". Attempts are told apart by the creation times of pods alone (the API server's clock).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep_operator.api.status import StartFailures
+from everstep_operator.plan import plain_mode
+from everstep_operator.plan.observation import INIT_FAILED, PodView
+from everstep_operator.plan.plan_context import FORMING_PHASES, PlanContext, to_utc
+
+MAX_START_FAILURES = 5  # attempts in a row
+BACKOFF_SECONDS = 10.0  # seconds between the pods of one attempt and the next, doubled with each
+MAX_BACKOFF_SECONDS = 60.0
+# Pods of one attempt are made within a few seconds, those of the next `BACKOFF_SECONDS` after them at the earliest.
+_TOGETHER_SECONDS = BACKOFF_SECONDS / 2
+_SIGTERM_EXIT_CODE = 143
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """A count of failed starts, as it is on record after this pass."""
+
+    record: StartFailures | None = None
+    failed: PodView | None = None  # the first of those that lie there now
+    fresh: bool = False  # counted in this look
+
+    @property
+    def exhausted(self) -> bool:
+        return self.record is not None and self.record.count >= MAX_START_FAILURES
+
+    @property
+    def message(self) -> str:
+        """Return a message that names the pod, its node, the count, and what its agent said."""
+        pod, end = self.failed, self.failed.ended if self.failed is not None else None
+        if pod is None or end is None or self.record is None:
+            return ""
+        said = (end.word.message if end.word else end.message) or f"{end.reason}, exit code {end.exit_code}"
+        times = f"{self.record.count} of {MAX_START_FAILURES} times in a row"
+        who = "the pod" if end.reason == INIT_FAILED else "the agent"
+        return f"{pod.name} on {pod.node}: {who} failed at its start ({times}): {said}"
+
+
+def count_start_failures(s: PlanContext) -> StartRecord:
+    """Count what failed since the last look. Pods that fail together are one failure."""
+    known = s.status.start_failures
+    if s.plain:
+        return StartRecord()
+    failed = [pod for pod in s.current.values() if has_failed_at_start(s, pod)]
+    first = min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index), default=None)
+    counted_until = known.made.timestamp() + _TOGETHER_SECONDS if known is not None else float("-inf")
+    if not any(pod.created > counted_until for pod in failed):
+        return StartRecord(known, first)
+    made = max(pod.created for pod in s.current.values())
+    count = 1 if known is None else known.count + 1
+    return StartRecord(StartFailures(count=count, made=to_utc(made)), first, fresh=True)
+
+
+def next_attempt_at(record: StartFailures | None) -> float:
+    """Return when the failed pods of the last attempt may be created again, all of them together."""
+    if record is None:
+        return 0.0
+    return record.made.timestamp() + min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** (record.count - 1))
+
+
+def has_failed_at_start(s: PlanContext, pod: PodView) -> bool:
+    """Return whether the container, or an init container before it, ended by itself before its agent has joined a
+    generation."""
+    end = pod.ended
+    if end is None or pod.deleting or pod.disruption is not None or end.exit_code in (None, 0, _SIGTERM_EXIT_CODE):
+        return False
+    if s.phase in FORMING_PHASES and plain_mode.find_agent_obstacle([pod]) is not None:
+        return False  # it runs without the agent next
+    if end.word is None:
+        return s.status.generation == 0
+    return end.word.result == "left" and end.word.generation == 0

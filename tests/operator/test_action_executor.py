@@ -1,0 +1,234 @@
+"""An object that is in the way is never adopted, and the user is told of it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from everstep.agent.wire.auth import job_token
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject
+from everstep_operator.cluster.agent_code import AgentCode
+from everstep_operator.cluster.cache import ClusterCache
+from everstep_operator.cluster.client import ListPage
+from everstep_operator.cluster.frozen_templates import FrozenTemplates
+from everstep_operator.cluster.leader_poller import LeaderPoller
+from everstep_operator.plan import template
+from everstep_operator.plan.actions import (
+    Action,
+    CreatePods,
+    DeletePods,
+    DeleteStaleObjects,
+    EnsureAgent,
+    EnsureSecret,
+    EnsureTemplate,
+    PodRef,
+)
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.operator_keys import make_secret_name
+from everstep_operator.plan.pod_manifest import build_owner_reference
+from tests.builders import job
+
+KEY = b"key"
+JOB = JobRef("default", "digits", job().build().metadata.uid, "1", confirmed=True)
+SECRET_1 = ("digits", JOB.uid, 1, KEY)
+
+
+class Objects:
+    """Creates and deletes; like the operator's rights, it reads no Secret."""
+
+    def __init__(self) -> None:
+        self.there: dict[tuple[str, str], Any] = {}
+        self.lose = ""  # the answer to the next create of this name
+
+    async def create(self, resource: Any, namespace: str, body: Any) -> Any:
+        name = (resource.plural, body["metadata"]["name"])
+        if name in self.there:
+            raise errors.AlreadyExists(409, "AlreadyExists", "there")
+        self.there[name] = {**body, "metadata": {**body["metadata"], "uid": "u"}}
+        if self.lose == name[1]:
+            self.lose = ""
+            raise errors.Unreachable("lost", sent=True)
+        return self.there[name]
+
+    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+        assert resource.plural != "secrets"
+        if (resource.plural, name) not in self.there:
+            raise errors.NotFound(404, "NotFound", name)
+        return self.there[(resource.plural, name)]
+
+    async def list(self, resource: Any, namespace: str, *, labels: str) -> AsyncIterator[ListPage]:
+        yield ListPage([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
+
+    async def delete(
+        self, resource: Any, namespace: str, name: str, *, uid: str | None, grace: int | None = None
+    ) -> bool:
+        return self.there.pop((resource.plural, name), None) is not None
+
+
+@pytest.fixture
+def objects() -> Any:
+    return Objects()
+
+
+@pytest_asyncio.fixture
+async def actor(objects: Any) -> ActionExecutor:
+    cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
+    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(objects, (KEY,))
+    return ActionExecutor(objects, cache, leaders, AgentCode(b"code"), frozen, (KEY,))
+
+
+async def test_a_strangers_secret_is_left_alone_whatever_is_lost(actor: ActionExecutor, objects: Any) -> None:
+    """It may have the name of the template's ConfigMap, or one like the job's: its owner has never heard of us."""
+    built = job().build()
+    secret, configured = of_template(built, 1)
+    theirs = {("secrets", name): {"data": {"mine": "yes"}} for name in ("digits-1", "digits-1-0", "digits")}
+    objects.there.update(theirs)
+    for lost in (secret, configured):
+        objects.lose = lost.name
+        with contextlib.suppress(errors.Unreachable):
+            await actor.execute(JOB, [secret, configured])
+    assert await actor.execute(JOB, [secret, configured]) == (None, None)
+    made = objects.there[("secrets", secret.name)]
+    assert made["data"]["token"] == base64.b64encode(job_token(KEY, JOB.uid, 1)).decode()
+    assert await actor.execute(JOB, [secret, configured]) == (None, None), "by the next process too"
+    assert await actor.execute(JOB, [DeleteStaleObjects(2)]) == (None, None)
+    assert objects.there == theirs
+
+
+async def test_a_secret_gets_the_token_of_the_key_that_its_name_is_of(actor: ActionExecutor, objects: Any) -> None:
+    """The template is of before a rotation, and its Secret was deleted. All Secrets of old templates go, too."""
+    secret, configured = of_template(job().build(), 1)
+    rotated = dataclasses.replace(actor, operator_keys=(b"new", KEY), frozen=FrozenTemplates(objects, (b"new", KEY)))
+    assert await rotated.execute(JOB, [secret, configured]) == (None, None)
+    made = objects.there[("secrets", secret.name)]
+    assert made["data"]["token"] == base64.b64encode(job_token(KEY, JOB.uid, 1)).decode()
+    assert rotated.frozen.of_previous_keys == {JOB.uid}
+    assert await rotated.execute(JOB, [DeleteStaleObjects(2)]) == (None, None)
+    assert objects.there == {}
+
+
+async def test_the_name_of_a_secret_is_of_one_job_and_one_template_and_takes_the_key() -> None:
+    names = {
+        make_secret_name("digits", uid, epoch, key) for uid in ("u1", "u2") for epoch in (1, 2) for key in (b"a", b"b")
+    }
+    assert len(names) == 8
+    assert all(re.fullmatch("digits-[12]-[0-9a-f]{20}", name) for name in names)
+
+
+def resolved(built: TrainingJob, epoch: int) -> FrozenTemplate:
+    made = template.resolve_template(
+        built, epoch=epoch, pool=None, plain=False, settings=PlanSettings(operator_key=KEY)
+    )
+    assert isinstance(made, FrozenTemplate)
+    return made
+
+
+def of_template(built: TrainingJob, epoch: int) -> tuple[EnsureSecret, EnsureTemplate]:
+    frozen = resolved(built, epoch)
+    name = template.secret_name_of(frozen)
+    configured = EnsureTemplate(f"digits-{epoch}", epoch, template.build_config_map(built, frozen, KEY))
+    return EnsureSecret(name, epoch, template.build_secret(built, epoch, name)), configured
+
+
+async def test_of_old_templates_only_what_bears_their_name_is_deleted(actor: ActionExecutor, objects: Any) -> None:
+    """Somebody may be allowed to write ConfigMaps, and not to delete Secrets."""
+    built = job().build()
+    for epoch in (1, 2):
+        secret, configured = of_template(built, epoch)
+        made = dict(configured.body)
+        objects.there[("secrets", secret.name)] = secret.body
+        objects.there[("configmaps", f"digits-{epoch}")] = {**made, "metadata": {**made["metadata"], "uid": "u"}}
+    lure = objects.there[("configmaps", "digits-1")]
+    objects.there[("configmaps", "database")] = {
+        **lure,
+        "metadata": {**lure["metadata"], "name": "database"},
+        "data": {"template.json": lure["data"]["template.json"].replace(make_secret_name(*SECRET_1), "database")},
+    }
+    objects.there[("secrets", "database")] = {}
+    assert await actor.execute(JOB, [DeleteStaleObjects(2)]) == (None, None)
+    assert {name for plural, name in objects.there if plural == "secrets"} == {
+        "database",
+        of_template(built, 2)[0].name,
+    }
+    assert ("configmaps", "digits-2") in objects.there
+    assert ("configmaps", "digits-1") not in objects.there
+
+
+async def test_a_forged_template_is_replaced_before_a_pod_can_mount_it(actor: ActionExecutor, objects: Any) -> None:
+    """Also one of the operator before signatures; and only what says that it is this job's."""
+    built = job().build()
+    _, configured = of_template(built, 1)
+    good = {**configured.body, "metadata": {**configured.body["metadata"], "uid": "u"}}
+    forged = {**good, "data": {**good["data"], "template.json": '{"spec":{"hostPID":true}}'}}
+    objects.there[("configmaps", "digits-1")] = forged
+    assert await actor.frozen.get("default", "digits", JOB.uid, 1) is None
+    assert await actor.execute(JOB, [configured]) == (None, None)
+    assert objects.there[("configmaps", "digits-1")]["data"] == good["data"]
+    assert await actor.frozen.get("default", "digits", JOB.uid, 1) == resolved(built, 1)
+
+    strangers = {**forged, "metadata": {**forged["metadata"], "ownerReferences": []}}
+    objects.there[("configmaps", "digits-1")] = strangers
+    refused, _ = await actor.execute(JOB, [configured])
+    assert refused is not None
+    assert refused.kind == "Conflict"
+    assert objects.there[("configmaps", "digits-1")] == strangers
+
+
+async def test_no_pod_is_made_with_other_code_under_the_name_of_an_older_agent(
+    actor: ActionExecutor, objects: Any
+) -> None:
+    old = AgentCode(b"old")
+    asked: list[Action] = [EnsureAgent(old.name, old.digest)]
+    refused, _ = await actor.execute(JOB, asked)
+    assert refused is not None
+    assert "is gone, with the agent of an older operator" in refused.message, "a pod would wait for its volume"
+    objects.there[("configmaps", old.name)] = old.config_map()
+    assert await actor.execute(JOB, asked) == (None, None)
+    objects.there[("configmaps", old.name)] = {**old.config_map(), **AgentCode(b"evil").config_map(), "metadata": {}}
+    refused, _ = await actor.execute(JOB, asked)
+    assert refused is not None
+    assert refused.kind == "Conflict"
+    assert old.name in refused.message
+
+
+async def test_a_pod_that_is_not_there_to_be_deleted_is_not_waited_for(actor: ActionExecutor) -> None:
+    """The watch was down when it went."""
+    labels = {"everstep.dev/job": "digits", "everstep.dev/index": "0"}
+    meta = {"namespace": "default", "name": "digits-0", "uid": "u1", "resourceVersion": "5", "labels": labels}
+    actor.cache.pods.put({"metadata": meta})
+    assert await actor.execute(JOB, [DeletePods((PodRef("digits-0", "u1"),), "why")]) == (None, None)
+    assert actor.cache.pods_of(("default", "digits")) == ()
+
+
+async def test_a_pod_that_is_there_and_that_no_list_shows_is_waited_for(actor: ActionExecutor, objects: Any) -> None:
+    """Somebody has removed its label. Its name keeps a second one from being made; the queue shall back off."""
+    built = job().build()
+    body = {"metadata": {"name": "digits-0", "uid": "u1", "resourceVersion": "5"}}
+    body["metadata"]["ownerReferences"] = [build_owner_reference("digits", built.metadata.uid)]  # type: ignore[assignment]
+    objects.there[("pods", "digits-0")] = body
+    actor.cache.pods.remove(("default", "digits-0"), "u1", 7)  # as the watch tells it, or a list that lacks it
+    with pytest.raises(StaleObject, match=r"default/digits-0.*everstep.dev/job"):
+        await actor.execute(JOB, [CreatePods((0,), 1, resolved(built, 1), "")])
+
+
+async def test_a_new_template_finds_the_agent_in_a_namespace_that_was_made_again(
+    actor: ActionExecutor, objects: Any
+) -> None:
+    """Deleted and created within one resync: nothing has told that the agent went with it."""
+    built = job().build()
+    secret, configured = of_template(built, 1)
+    actions: list[Action] = [secret, EnsureAgent(actor.agent.name, actor.agent.digest), configured]
+    for _ in range(2):
+        assert await actor.execute(JOB, actions) == (None, None)
+        assert ("configmaps", actor.agent.name) in objects.there
+        objects.there.clear()

@@ -1,0 +1,131 @@
+"""A leader's answer comes out of the user's pod: it is bounded, typed, and never breaks anything."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep_operator.plan.leader_view import parse_generation_id, parse_leader_state
+from everstep_operator.plan.observation import parse_pod, parse_termination_message
+from tests.builders import job
+from tests.plan.world import World
+
+STATE: dict[str, Any] = {
+    "protocol": 1,
+    "incarnation": "9f",
+    "version": 17,
+    "epoch": 2,
+    "generation": 3,
+    "phase": "running",
+    "nodes": 4,
+    "joined": 4,
+    "missing": [],
+    "unclean": [{"index": 2, "uid": "u", "message": "m"}],
+    "ranksStartedAt": 1760000000.0,
+    "progress": {"step": 1200, "totalSteps": 5000, "stepsPerSecond": 14.2, "metrics": {"loss": 0.31}, "at": 1.0},
+    "ledger": [
+        {"id": "2.2", "cause": "Application", "index": 1, "rank": 3, "exitCode": 1, "signal": None, "endedAt": 0.0},
+        {"id": "2.1", "cause": "PodLost", "index": 1},
+    ],
+    "outcome": None,
+}
+
+
+def test_a_state_is_read() -> None:
+    view = parse_leader_state(STATE, answered_at=5.0)
+    assert (view.epoch, view.generation, view.phase) == (2, 3, "running")
+    assert view.progress is not None
+    assert (view.progress.step, view.progress.steps_per_second) == (1200, 14.2)
+    assert [e.id for e in view.ledger] == ["2.1", "2.2"], "in the order of generations"
+    assert view.outcome is None
+
+
+def test_an_entry_ended_before_it_was_told_whatever_the_nodes_clock_says() -> None:
+    state = {**STATE, "ledger": [{"id": "2.2", "cause": "PodLost", "endedAt": 999.0}]}
+    first = parse_leader_state(state, answered_at=5.0)
+    assert [e.ended_at for e in first.ledger] == [5.0]
+    later = parse_leader_state(state, answered_at=50.0, before=first)
+    assert later.ledger == first.ledger, "the limit does not move with each answer"
+    restarted = parse_leader_state({**state, "incarnation": "a0"}, answered_at=50.0, before=first)
+    assert [e.ended_at for e in restarted.ledger] == [50.0]
+    assert [e.ended_at for e in parse_leader_state(STATE, answered_at=5.0).ledger] == [None, 0.0]
+
+
+def test_a_generation_runs_since_the_operator_was_told_whatever_the_nodes_clock_says() -> None:
+    first = parse_leader_state(STATE, answered_at=5.0)
+    assert first.running_since == 5.0
+    assert parse_leader_state(STATE, answered_at=50.0, before=first).running_since == 5.0
+    assert parse_leader_state({**STATE, "generation": 4}, answered_at=50.0, before=first).running_since == 50.0
+    assert parse_leader_state({**STATE, "incarnation": "a0"}, answered_at=50.0, before=first).running_since == 50.0
+    stopping = parse_leader_state({**STATE, "phase": "stopping"}, answered_at=50.0, before=first)
+    assert stopping.running_since is None
+
+
+def test_what_is_too_much_is_cut() -> None:
+    flood = {**STATE, "ledger": [{"id": f"2.{i}", "message": "x" * 10**5} for i in range(1000)], "missing": [1] * 10**5}
+    view = parse_leader_state(flood, answered_at=5.0)
+    assert len(view.ledger) == 64
+    assert len(view.missing) <= 4096
+    assert max(len(e.message) for e in view.ledger) <= 1024
+
+
+def test_ids_are_two_plain_numbers() -> None:
+    assert parse_generation_id("2.10") > parse_generation_id("2.9") > parse_generation_id("1.99")
+    for odd in ("", "2", "2.", ".1", "a.b", "-1.2", "2.1.1", "²." + "1" * 50):
+        assert parse_generation_id(odd) == (-1, -1)
+
+
+def test_a_generation_that_no_charge_can_hold_is_none_wherever_it_is_read() -> None:
+    for much in (10**9, 2**53, 10**400, "1234567890", True, -1):
+        view = parse_leader_state({**STATE, "epoch": much, "generation": much}, answered_at=5.0)
+        assert (view.epoch, view.generation) == (0, 0)
+        word = parse_termination_message(json.dumps({"result": "failed", "epoch": much, "generation": much}))
+        assert word is not None
+        assert word.generation == 0
+    labels = {f"everstep.dev/{name}": "1234567890" for name in ("index", "epoch", "template")}
+    pod = parse_pod({"metadata": {"labels": labels}})
+    assert (pod.index, pod.epoch, pod.template) == (-1, -1, -1)
+
+
+def test_a_status_with_a_generation_that_no_charge_can_hold_breaks_no_reconcile() -> None:
+    """Stored by a version that believed its leader."""
+    world = World(job().nodes(2).build()).run("Running")
+    status = world.status.model_copy(update={"generation": 10**10})
+    world.job = world.job.model_copy(update={"status": status})
+    world.vanish(0)
+    world.tick()
+    world.reconcile()
+    assert world.status.restarts.total == 1
+    world.run("Running")
+    assert world.status.restarts.total == 1, "charged once"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(odd=st.dictionaries(st.sampled_from(sorted(STATE)), JSON), whole=JSON)
+def test_no_answer_breaks_the_operator(odd: dict[str, Any], whole: Any) -> None:
+    parse_leader_state({**STATE, **odd}, answered_at=5.0)
+    parse_leader_state(whole, answered_at=5.0)
+
+
+def test_numbers_and_text_that_nothing_can_hold() -> None:
+    raw = {
+        "progress": {"step": 1, "stepsPerSecond": -1.0, "at": 10**400},
+        "outcome": {"result": "failed", "message": "\ud800"},
+        "ledger": [{"id": "1234567890.1"}],
+    }
+    view = parse_leader_state(raw, answered_at=1.0)
+    assert view.progress is not None
+    assert view.progress.at is None
+    assert view.progress.steps_per_second is None
+    assert view.outcome is not None
+    assert view.outcome.message == "?"
+    assert view.ledger == ()

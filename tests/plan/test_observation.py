@@ -1,0 +1,146 @@
+"""Raw pods, sorted out: the trainer's container counts, odd values do not hurt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep_operator.plan.observation import TerminationMessage, parse_pod, parse_termination_message
+from tests.builders import CREATED
+
+AT = "2026-01-01T12:00:10Z"
+SECONDS = CREATED.timestamp() + 10
+
+
+def raw(*, state: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
+    containers = [
+        {"name": "proxy", "state": {"running": {"startedAt": AT}}},
+        {"name": "trainer", "state": state or {}},
+    ]
+    return {
+        "metadata": {
+            "name": "digits-1",
+            "uid": "u1",
+            "creationTimestamp": "2026-01-01T12:00:00Z",
+            "labels": {"everstep.dev/index": "1", "everstep.dev/epoch": "2", "everstep.dev/template": "1"},
+            "ownerReferences": [{"uid": "other"}, {"uid": "job", "controller": True}],
+        },
+        "spec": {"nodeName": "n1"},
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.1",
+            "containerStatuses": containers,
+            "conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": AT}],
+            **status,
+        },
+    }
+
+
+def test_a_running_pod() -> None:
+    pod = parse_pod(raw(state={"running": {"startedAt": AT}}))
+    assert (pod.index, pod.epoch, pod.template, pod.owner) == (1, 2, 1, "job")
+    assert (pod.node, pod.ip, pod.scheduled_at, pod.started_at) == ("n1", "10.0.0.1", SECONDS, SECONDS)
+    assert pod.running
+    assert pod.live
+
+
+def test_the_trainer_counts_although_a_sidecar_runs_on() -> None:
+    pod = parse_pod(raw(state={"terminated": {"exitCode": 137, "reason": "OOMKilled", "startedAt": AT}}))
+    assert pod.ended is not None
+    assert (pod.ended.exit_code, pod.ended.signal, pod.ended.reason) == (137, 9, "OOMKilled")
+    assert not pod.running
+
+
+def test_an_evicted_pod_has_ended_without_an_exit_code() -> None:
+    pod = parse_pod(raw(phase="Failed", reason="Evicted", message="low on memory", containerStatuses=[]))
+    assert pod.ended is not None
+    assert (pod.ended.exit_code, pod.ended.reason, pod.ended.message) == (None, "Evicted", "low on memory")
+
+
+def failed_init(**over: Any) -> list[dict[str, Any]]:
+    fetch = {"name": "fetch", "state": {"terminated": {"exitCode": 3, "reason": "Error", "finishedAt": AT, **over}}}
+    return [{"name": "first", "state": {"terminated": {"exitCode": 0}}}, fetch]
+
+
+def test_a_pod_whose_init_container_fails_says_which_and_how() -> None:
+    waiting = {"waiting": {"reason": "PodInitializing"}}
+    pod = parse_pod(raw(state=waiting, phase="Failed", initContainerStatuses=failed_init(message="no such bucket\n")))
+    assert pod.ended is not None
+    assert (pod.ended.exit_code, pod.ended.reason) == (3, "InitContainerFailed")
+    assert pod.ended.message == "init container fetch failed (Error, exit code 3): no such bucket"
+
+
+def test_a_pod_that_is_evicted_while_it_initializes_is_evicted() -> None:
+    pod = parse_pod(raw(phase="Failed", reason="Evicted", initContainerStatuses=failed_init(exitCode=137)))
+    assert pod.ended is not None
+    assert (pod.ended.exit_code, pod.ended.reason) == (None, "Evicted")
+
+
+def test_an_init_container_that_failed_is_not_the_end_of_a_pod_that_is_still_there() -> None:
+    assert parse_pod(raw(phase="Pending", initContainerStatuses=failed_init())).ended is None
+
+
+def test_a_disruption_is_seen_before_the_pod_is_gone() -> None:
+    gone = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    assert parse_pod(raw(conditions=[gone])).disruption == "PreemptionByScheduler"
+    assert parse_pod(raw(conditions=[{**gone, "status": "False"}])).disruption is None
+
+
+def test_deleting_counts_from_the_request_not_from_the_end_of_the_grace() -> None:
+    pod = raw()
+    pod["metadata"] |= {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 10}
+    assert parse_pod(pod).deleting_since == SECONDS - 10
+
+
+def test_waiting_and_unschedulable_say_why() -> None:
+    pod = raw(state={"waiting": {"reason": "ImagePullBackOff", "message": "x" * 9999}})
+    assert parse_pod(pod).waiting_reason == "ImagePullBackOff"
+    assert len(parse_pod(pod).waiting_message) == 1024
+    pod["spec"] = {}
+    pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes"}]
+    assert parse_pod(pod).unschedulable == "0/3 nodes"
+    assert not parse_pod(pod).scheduled
+
+
+def test_an_agents_last_word_is_read_and_a_programs_is_not() -> None:
+    word = {"result": "failed", "epoch": 2, "generation": 3, "rank": 1, "exitCode": 7, "message": "m", "logTail": ["a"]}
+    assert parse_termination_message(json.dumps(word)) == TerminationMessage("failed", 2, 3, 1, 7, "m", ("a",))
+    assert parse_termination_message("Traceback (most recent call last)") is None
+    assert parse_termination_message('{"result": 1}') is None
+    assert parse_termination_message("{") is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(word=st.dictionaries(st.sampled_from(["result", "epoch", "rank", "exitCode", "logTail", "message"]), JSON))
+def test_no_last_word_breaks_the_operator(word: dict[str, Any]) -> None:
+    parse_termination_message(json.dumps(word))
+
+
+def test_a_last_word_that_a_program_made_up_is_harmless() -> None:
+    # Infinity, half of a surrogate pair and a number that no status can hold: one pod must not stop the operator.
+    text = '{"result": "failed", "epoch": 1e999, "exitCode": 99999999999, "rank": 1, "message": "\\ud800"}'
+    assert parse_termination_message(text) == TerminationMessage("failed", 0, 0, 1, None, "?")
+    assert parse_termination_message('{"result": "failed", "rank": -1}') == TerminationMessage("failed")
+    assert parse_termination_message('{"result": ' + "[" * 4000) is None
+
+
+def test_an_empty_pod_is_nobodys() -> None:
+    pod = parse_pod({})
+    assert (pod.index, pod.epoch, pod.owner) == (-1, -1, "")
+
+
+def test_finalizers_count_once_a_pod_is_deleted() -> None:
+    pod = raw()
+    pod["metadata"]["finalizers"] = ["example.com/hold", "example.com/log"]
+    assert parse_pod(pod).finalizers == ""
+    pod["metadata"]["deletionTimestamp"] = AT
+    assert parse_pod(pod).finalizers == "example.com/hold, example.com/log"

@@ -1,0 +1,151 @@
+"""Plain mode: when it is chosen, and how a set without a leader is restarted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from everstep_operator.api.status import ConditionType
+from everstep_operator.plan.observation import TerminationMessage
+from tests.builders import job
+from tests.plan.world import World
+
+
+def starting(nodes: int = 2) -> World:
+    world = World(job().nodes(nodes).build())
+    world.reconcile()
+    world.bind()
+    world.start()
+    world.reconcile()
+    return world
+
+
+def plain(nodes: int = 2) -> World:
+    return World(job().nodes(nodes).plain().build()).run("Running")
+
+
+def test_a_job_without_a_command_is_plain_from_the_start() -> None:
+    world = plain()
+    told = world.status.condition(ConditionType.PLAIN_MODE)
+    assert told is not None
+    assert (told.status, told.reason) == ("True", "NoCommand")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "word", "expected"),
+    [
+        (128, "StartError", None, "NoPython"),
+        (127, "Error", None, "NoPython"),
+        (120, "Error", None, "PythonUnsupported"),
+        (120, "Error", TerminationMessage("unusable", message="Python 3.6 is too old"), "PythonUnsupported"),
+    ],
+)
+def test_an_image_that_cannot_run_the_agent_is_run_without_it_once_and_free(
+    exit_code: int, reason: str, word: TerminationMessage | None, expected: str
+) -> None:
+    world = starting()
+    world.exit(1, exit_code, reason=reason, word=word)
+    world.reconcile()
+    assert world.status.template is not None
+    assert world.status.template.plain
+    world.run("Running")
+    told = world.status.condition(ConditionType.PLAIN_MODE)
+    assert told is not None
+    assert told.reason == expected
+    assert world.status.restarts.total == 0
+
+
+CRIO = "container create failed: executable file `python3` not found in $PATH: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "is_plain"),
+    [
+        ("CreateContainerError", CRIO, True),
+        ("RunContainerError", 'exec: "python3": executable file not found in $PATH', True),
+        ("CreateContainerError", "mount of /opt/ml/model: no such file or directory", False),
+        ("ImagePullBackOff", "example.com/python3: not found", False),
+    ],
+)
+def test_a_runtime_that_tries_for_ever_to_start_the_agent_is_not_waited_for(
+    reason: str, message: str, is_plain: bool
+) -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    stuck = dataclasses.replace(world.pods["digits-1"], waiting_reason=reason, waiting_message=message)
+    world.pods["digits-1"] = stuck
+    world.reconcile()
+    assert (world.status.template is not None and world.status.template.plain) is is_plain
+    if is_plain:
+        assert world.pods["digits-1"].deleting, "it would wait for ever"
+        world.run("Running")
+        assert world.status.restarts.total == 0
+
+
+def test_a_large_job_without_a_command_fails_before_anything_is_made() -> None:
+    world = World(job().nodes(501).plain().build()).run("Failed")
+    assert not world.pods
+
+
+def test_a_large_job_whose_image_cannot_carry_the_agent_fails_and_says_how_large_it_may_be() -> None:
+    world = World(job().nodes(501).build())
+    world.reconcile()
+    world.bind()
+    stuck = dataclasses.replace(world.pods["digits-1"], waiting_reason="CreateContainerError", waiting_message=CRIO)
+    world.pods["digits-1"] = stuck
+    world.run("Failed")
+    failed = next(c for c in world.status.conditions if c.type == "Failed")
+    assert failed.reason == "InvalidTemplate"
+    assert "numNodes is 501" in failed.message
+    assert "at most 500 nodes" in failed.message
+
+
+def test_a_ranks_own_exit_code_127_is_its_failure() -> None:
+    world = starting()
+    world.exit(0, 127, word=TerminationMessage("failed", epoch=1, exit_code=127))
+    world.reconcile()
+    assert world.phase == "Failed"
+
+
+def test_all_containers_must_succeed() -> None:
+    world = plain()
+    world.exit(0, 0)
+    world.reconcile()
+    assert world.phase == "Running"
+    world.exit(1, 0)
+    world.reconcile()
+    assert world.phase == "Succeeded"
+
+
+def test_a_failed_container_restarts_the_whole_set_under_a_new_epoch() -> None:
+    world = plain()
+    world.exit(1, 1)
+    world.exit(0, 1)
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert world.status.restarts.application == 1
+    assert all(p.deleting for p in world.pods.values())
+    world.run("Running")
+    assert {p.epoch for p in world.pods.values()} == {2}
+    assert world.status.restarts.total == 1
+
+
+def test_a_lost_plain_pod_restarts_the_set_at_the_infrastructures_cost() -> None:
+    world = plain()
+    world.vanish(1)
+    world.run("Restarting")
+    world.run("Running")
+    assert world.status.restarts.infrastructure == world.status.restarts.total == 1
+    assert {p.epoch for p in world.pods.values()} == {2}
+
+
+def test_plain_failures_end_with_the_budget() -> None:
+    world = World(job().nodes(2).plain().restart(application=1).build())
+    for _ in range(2):
+        world.run("Running")
+        world.exit(1, 1)
+        world.reconcile()
+    assert world.phase == "Failed"
+    assert world.status.transitions[-1].reason == "RestartBudgetExceeded"

@@ -1,0 +1,141 @@
+"""Pools are tried in order, each for its wait, and only until the job has run."""
+
+from __future__ import annotations
+
+from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.pod_manifest import build_pod
+from everstep_operator.plan.template import RejectedTemplate, resolve_template
+from tests.builders import job, pool
+from tests.plan.world import World
+
+
+def world(**pools: object) -> World:
+    made = World(job().nodes(2).spot(wait="15m").build(), capacity=0)
+    made.pools = {"spot": pool("spot").build(), "on-demand": pool("on-demand").build(), **pools}
+    made.pools = {name: p for name, p in made.pools.items() if p is not None}
+    return made
+
+
+def chosen(made: World) -> str:
+    assert made.status.template is not None
+    return made.status.template.pool
+
+
+def test_the_first_pool_is_tried_for_its_wait() -> None:
+    made = world()
+    made.reconcile()
+    assert chosen(made) == "spot"
+    made.now += 899
+    assert made.reconcile().requeue_at is not None
+    assert chosen(made) == "spot"
+    made.now += 1
+    made.reconcile()
+    assert chosen(made) == "on-demand"
+    assert made.status.transitions[-1].reason == "NextPool"
+    made.capacity = 10
+    made.run("Running")
+    assert {p.template for p in made.pods.values()} == {2}
+
+
+def test_the_last_pool_is_kept() -> None:
+    made = world(spot=None)
+    made.reconcile()
+    assert chosen(made) == "on-demand"
+    made.now += 7200
+    made.reconcile()
+    assert chosen(made) == "on-demand"
+
+
+def test_a_job_that_has_run_stays_in_its_pool() -> None:
+    made = world()
+    made.capacity = 2
+    made.run("Running")
+    made.capacity = 1
+    made.vanish(1)
+    for _ in range(50):
+        made.tick(30)
+        made.reconcile()
+    assert chosen(made) == "spot"
+
+
+def test_a_pool_that_does_not_exist_is_waited_for() -> None:
+    made = world(**{"spot": None, "on-demand": None})
+    made.reconcile()
+    assert made.phase == "Pending"
+    assert made.status.transitions[-1].reason == "PoolNotFound"
+    assert not made.pods
+    made.pools = {"spot": pool("spot").build()}
+    made.capacity = 2
+    made.run("Running")
+
+
+def test_a_pool_of_other_namespaces_is_passed_over() -> None:
+    made = world(spot=pool("spot").spec(allowedNamespaces=["team-b"]).build())
+    made.reconcile()
+    assert chosen(made) == "on-demand"
+
+
+def test_a_pool_that_is_not_there_yet_is_waited_for_when_the_other_refuses() -> None:
+    closed = pool("spot").spec(allowedNamespaces=["team-b"]).build()
+    made = world(**{"spot": closed, "on-demand": None})
+    made.reconcile()
+    assert made.phase == "Pending"
+    assert made.status.transitions[-1].reason == "PoolNotFound"
+
+
+def test_a_namespace_that_every_pool_refuses_is_refused_for_good() -> None:
+    closed = pool("spot").spec(allowedNamespaces=["team-b"]).build()
+    made = world(**{"spot": closed, "on-demand": closed})
+    made.reconcile()
+    assert made.phase == "Failed"
+    assert made.status.transitions[-1].reason == "NamespaceNotAllowed"
+    assert not made.pods
+
+
+def test_pods_carry_the_capacity_type_of_the_pool_they_were_made_for() -> None:
+    """From the frozen template: what is edited in the pool later does not reach them."""
+    spot = pool("a100").spot().build()
+    frozen = resolve_template(job().nodes(2).build(), epoch=1, pool=spot, plain=False, settings=PlanSettings())
+    assert not isinstance(frozen, RejectedTemplate)
+    assert build_pod(frozen, 1, 1)["metadata"]["labels"]["everstep.dev/capacity-type"] == "spot"
+    without = resolve_template(job().nodes(2).build(), epoch=1, pool=None, plain=False, settings=PlanSettings())
+    assert not isinstance(without, RejectedTemplate)
+    assert "everstep.dev/capacity-type" not in build_pod(without, 1, 1)["metadata"]["labels"]
+
+
+def test_a_pool_that_is_missing_at_a_resume_is_waited_for_however_often_it_is_looked_at() -> None:
+    made = world()
+    made.capacity = 2
+    made.run("Running")
+    made.edit(suspend=True)
+    made.run("Suspended")
+    there, made.pools = made.pools, {}
+    made.edit(suspend=False)
+    for _ in range(3):
+        made.reconcile()
+        assert made.phase == "Pending"
+        assert made.status.transitions[-1].reason == "PoolNotFound"
+        assert not made.pods
+    made.pools = there
+    made.run("Running")
+    assert chosen(made) == "spot"
+
+
+def test_without_its_pool_and_its_template_no_pod_is_made_for_any_node() -> None:
+    made = world()
+    made.capacity = 2
+    made.run("Running")
+    there, made.pools = made.pools, {}
+    made.config_maps.clear()
+    made.vanish(1)
+    for _ in range(3):
+        made.tick(30)
+        made.reconcile()
+        assert len(made.pods) == 1
+    ready = next(each for each in made.status.conditions if each.type == "Stalled")
+    assert "there is no TrainingPool 'spot'" in ready.message
+    made.pools = there
+    for _ in range(5):
+        made.tick(30)
+        made.reconcile()
+    assert len(made.pods) == 2

@@ -1,0 +1,105 @@
+"""A pod template of the wrong shape ends its job with a message, whatever is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.template import RejectedTemplate, resolve_template
+from tests.builders import job
+from tests.plan.world import World
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"containers": [{"name": "trainer", "securityContext": "x"}]}, "containers[trainer].securityContext"),
+        ({"containers": [{"name": "x", "image": "y", "ports": [1]}]}, "containers[x].ports must be a list of objects"),
+        ({"containers": [{"name": "x", "image": "y", "volumeMounts": "z"}]}, "containers[x].volumeMounts"),
+        ({"volumes": [{"name": "v", "projected": []}]}, "volumes[v].projected must be an object"),
+        ({"volumes": [{"name": "v", "projected": {"sources": [1]}}]}, "volumes[v].projected.sources"),
+        ({"initContainers": "x"}, "initContainers must be a list"),
+        ({"initContainers": [1]}, "initContainers must be a list of objects, not [1]"),
+        ({"priorityClassName": ["x"]}, "priorityClassName must be a string"),
+        ({"serviceAccount": {}}, "serviceAccount must be a string"),
+        ({"ephemeralContainers": ["x"]}, "ephemeralContainers must be a list of objects"),
+        (
+            {"containers": [{"name": "x", "image": "y", "volumeMounts": [{"name": "v", "mountPath": 5}]}]},
+            "containers[x].volumeMounts.mountPath must be a string, not 5",
+        ),
+        (
+            {"containers": [{"name": "x", "image": "y", "securityContext": {"capabilities": {"add": [["z"]]}}}]},
+            "containers[x].securityContext.capabilities.add[0] must be a string",
+        ),
+        (
+            {"securityContext": {"seccompProfile": {"type": ["RuntimeDefault"]}}},
+            "securityContext.seccompProfile.type must be a string",
+        ),
+        ({"securityContext": {"sysctls": [{"name": ["x"]}]}}, "securityContext.sysctls[0].name must be a string"),
+    ],
+)
+def test_a_template_of_the_wrong_shape_fails_its_job_and_says_where(over: dict[str, Any], said: str) -> None:
+    world = World(job().pod(**over).build()).run("Failed")
+    assert world.status.transitions[-1].reason == "InvalidTemplate"
+    assert said in world.status.conditions[0].message
+
+
+def test_a_null_is_as_good_as_no_field() -> None:
+    read_only = {"securityContext": {"readOnlyRootFilesystem": True}, "volumeMounts": None}
+    made = resolve_template(
+        job().pod(containers=[{"name": "trainer", **read_only}]).build(),
+        epoch=1,
+        pool=None,
+        plain=False,
+        settings=PlanSettings(),
+    )
+    assert not isinstance(made, RejectedTemplate)
+    assert "/tmp" in {mount["mountPath"] for mount in made.pod["spec"]["containers"][0]["volumeMounts"]}
+
+
+FIELDS = st.sampled_from(
+    [
+        "name",
+        "ports",
+        "containerPort",
+        "hostPort",
+        "volumeMounts",
+        "mountPath",
+        "ephemeralContainers",
+        "sysctls",
+        "type",
+        "seccompProfile",
+        "add",
+        "capabilities",
+        "securityContext",
+        "privileged",
+        "readOnlyRootFilesystem",
+    ]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 1) | st.text(max_size=2),
+    lambda below: st.lists(below, max_size=2) | st.dictionaries(FIELDS, below, max_size=3),
+    max_leaves=8,
+)
+PASSED = st.sampled_from(
+    ["initContainers", "serviceAccount", "priorityClassName", "securityContext", "tolerations", "dnsConfig"]
+)
+CONTAINER = st.dictionaries(FIELDS, JSON, max_size=4)
+
+
+@given(spec=st.dictionaries(PASSED, JSON, max_size=3), trainer=CONTAINER, sidecar=CONTAINER, volume=JSON)
+def test_no_template_breaks_a_plan(
+    spec: dict[str, Any], trainer: dict[str, Any], sidecar: dict[str, Any], volume: Any
+) -> None:
+    over = {
+        **spec,
+        "containers": [{**trainer, "name": "trainer"}, {**sidecar, "name": "x"}],
+        "volumes": [{"name": "v", "projected": volume}],
+    }
+    for plain in (False, True):
+        made = resolve_template(job().pod(**over).build(), epoch=1, pool=None, plain=plain, settings=PlanSettings())
+        assert not isinstance(made, RejectedTemplate) or made.message

@@ -1,0 +1,87 @@
+"""The job's progress as one number, out of what its ranks say."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from everstep.agent.wire.protocol import RankProgress
+
+PUBLISH_INTERVAL_SECONDS = 1.0  # seconds: progress alone wakes a waiting poll at most this often
+RATE_WINDOW_SECONDS = 30.0  # seconds over which the rate is taken
+
+
+class ProgressMeter:
+    """A meter of the furthest rank, which stands for all since ranks train in step; metrics are those of the lowest
+    rank that has any."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.total: int | None = None
+        self.phase = ""
+        self.metrics: dict[str, float] = {}
+        self.changed_at: float | None = None  # not yet published
+        self._at = 0.0  # time of day
+        self._published_at = float("-inf")
+        self._metrics_rank = -1
+        self._phase_rank = -1
+        self._fresh = True
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def restart(self) -> None:
+        """Begin a new generation: its first step may lie behind the last one's, by as much as since the checkpoint."""
+        self._samples.clear()
+        self._metrics_rank = self._phase_rank = -1
+        self._fresh = True
+
+    def update(self, now: float, wall: float, ranks: Iterable[RankProgress]) -> None:
+        for rank in ranks:
+            self.changed_at = now if self.changed_at is None else self.changed_at
+            self._at = wall
+            if rank.step is not None and (self._fresh or self.step is None or rank.step > self.step):
+                self.step, self._fresh = rank.step, False
+                self._sample(now, rank.step)
+            if rank.total is not None:
+                self.total = rank.total
+            if rank.phase and (self._phase_rank < 0 or rank.rank <= self._phase_rank):
+                self.phase, self._phase_rank = rank.phase, rank.rank
+            if rank.metrics and (self._metrics_rank < 0 or rank.rank <= self._metrics_rank):
+                self.metrics, self._metrics_rank = dict(rank.metrics), rank.rank
+
+    def due(self) -> float:
+        return self._published_at + PUBLISH_INTERVAL_SECONDS
+
+    def flush(self, now: float) -> bool:
+        """Return True if there is something new to publish, and it is time."""
+        if self.changed_at is None or now < self.due():
+            return False
+        self.changed_at, self._published_at = None, now
+        return True
+
+    @property
+    def steps_per_second(self) -> float | None:
+        if len(self._samples) < 2:
+            return None
+        (t0, s0), (t1, s1) = self._samples[0], self._samples[-1]
+        return round((s1 - s0) / (t1 - t0), 4) if t1 > t0 else None
+
+    def to_json(self) -> dict[str, Any] | None:
+        if self._at == 0.0:
+            return None
+        return {
+            "step": self.step,
+            "totalSteps": self.total,
+            "stepsPerSecond": self.steps_per_second,
+            "phase": self.phase,
+            "metrics": self.metrics,
+            "at": self._at,
+        }
+
+    def _sample(self, now: float, step: int) -> None:
+        if self._samples and now - self._samples[-1][0] < 0.1:
+            self._samples[-1] = (self._samples[-1][0], step)
+            return
+        self._samples.append((now, step))
+        while now - self._samples[0][0] > RATE_WINDOW_SECONDS and len(self._samples) > 2:
+            self._samples.popleft()

@@ -1,0 +1,191 @@
+"""One rank: its process, output, progress, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+from everstep.agent.system import faults, oom
+from everstep.agent.system.processes import ChildProcess, ChildProcesses
+
+from . import failure_causes, logs, tracebacks
+from .events import Event, RankExited, RankProgressed, RankStarted
+from .failure_file import FailureFile
+from .progress import ProgressReader, ProgressUpdate
+
+_KILL = 9
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """A node's part of one generation that all its ranks share."""
+
+    generation: int
+    processes: ChildProcesses
+    stdout: logs.LogSink
+    stderr: logs.LogSink
+    emit: Callable[[Event], None]
+    memory_counter: Path | None
+    kills_before: int | None  # OOM kills when the generation began
+    failure_file: FailureFile  # where a program may say why it failed; absent when the generation began
+    start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """The command of a rank, and the process in which it runs.
+
+    Attributes:
+        argv: The program and its arguments.
+        env: All its variables.
+        cwd: Its folder; the agent's if None.
+        pass_fds: File descriptors that stay open in it.
+        affinity: The CPUs that it may use; all if None.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str | None = None
+    pass_fds: Sequence[int] = ()
+    affinity: set[int] | None = None
+
+
+class Rank:
+    """Starts at once. Its exit is reported by one RankExited, also when the command cannot be executed.
+
+    Raises OSError where the pod lacks what any command needs: room for a FIFO, processes, descriptors.
+    """
+
+    def __init__(
+        self,
+        node: RankContext,
+        command: RankCommand,
+        *,
+        rank: int,
+        local_rank: int,
+        tag: str,
+        fifo: Path,
+        on_exit: Callable[[int], None] | None = None,
+    ) -> None:
+        self.rank, self.local_rank = rank, local_rank
+        self.process: ChildProcess | None = None
+        self._node = node
+        self._on_exit = on_exit
+        self._tag = tag
+        self._ending: asyncio.Task[None] | None = None
+        self._output = logs.ProcessOutput(node.stdout, node.stderr, tag)
+        self._intake = ProgressReader(fifo, self._progress, self._say)
+        try:
+            self.process = node.processes.start(
+                command.argv,
+                command.env,
+                stdout=self._output.stdout.inner,
+                stderr=self._output.stderr.inner,
+                cwd=command.cwd,
+                pass_fds=command.pass_fds,
+                affinity=command.affinity,
+                on_exit=self._exited,
+            )
+        except (OSError, ValueError) as error:
+            if faults.is_of_the_pod(error):
+                raise
+            code, message = _explain_start_failure(command.argv, error)
+            self._say(message)
+            self._end(code, None, message, ())
+        else:
+            node.emit(RankStarted(node.generation, rank, local_rank))
+        finally:
+            self._output.opened()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self._node.processes.kill_group(self.process)
+
+    async def reported(self) -> None:
+        """Wait until the end of a process that has ended is reported."""
+        if self._ending is not None:
+            await asyncio.wait([self._ending])
+
+    def close(self) -> None:
+        self._intake.close()
+        self._output.close()
+
+    def _exited(self, process: ChildProcess) -> None:
+        self._intake.drain()
+        tail = self._output.tail()
+        signum, code = process.signal, process.exit_code
+        message = ending = _describe_ending(code, signum)
+        killed = self._out_of_memory(code, signum, tail)
+        if killed:
+            message = f"{message} (out of memory)"
+        if code != 0 and not (killed and signum == _KILL):
+            message = tracebacks.explain_exit(tail, message, code, signum, self._output.pause)
+            if killed and "out of memory" not in message:
+                message = f"{message} (out of memory)"
+        if code == 0:
+            self._end(code, signum, message, tail, killed)
+        else:
+            self._ending = self._node.start_task(self._end_with_own_words(code, signum, message, ending, tail, killed))
+
+    async def _end_with_own_words(
+        self, code: int, signum: int | None, message: str, ending: str, tail: tuple[str, ...], killed: bool
+    ) -> None:
+        said = await self._node.failure_file.read()
+        # The node's ranks share the file: who lost a peer may write before the peer's own end is seen.
+        if message == ending or failure_causes.names_lost_peer(message) or not failure_causes.names_lost_peer(said):
+            message = said or message
+        self._end(code, signum, message, tail, killed)
+
+    def _end(self, code: int, signum: int | None, message: str, tail: tuple[str, ...], killed: bool = False) -> None:
+        node = self._node
+        node.emit(RankExited(node.generation, self.rank, self.local_rank, code, signum, killed, message, tail))
+        if self._on_exit is not None:
+            self._on_exit(code)
+
+    def _out_of_memory(self, code: int, signum: int | None, tail: tuple[str, ...]) -> bool:
+        """Return whether the kernel killed the rank for want of memory.
+
+        The counter is the container's: a kill counts for a rank that died of KILL, or (a shell's 137, a data loader's
+        words) says that a process of its own did.
+        """
+        now = oom.count_oom_kills(self._node.memory_counter)
+        if now is None or self._node.kills_before is None or now <= self._node.kills_before:
+            return False
+        return signum == _KILL or code == 128 + _KILL or any("killed by signal: Killed" in line for line in tail)
+
+    def _progress(self, update: ProgressUpdate) -> None:
+        node = self._node
+        node.emit(
+            RankProgressed(node.generation, self.rank, update.step, update.total, update.phase, dict(update.metrics))
+        )
+
+    def _say(self, text: str) -> None:
+        self._node.stderr.write(f"{self._tag}everstep: {text}\n".encode(errors="replace"))
+
+
+def _describe_ending(code: int, signum: int | None) -> str:
+    if signum is None:
+        return f"exited with code {code}"
+    return f"killed by {signal_name(signum)}"
+
+
+def signal_name(signum: int) -> str:
+    import signal
+
+    with contextlib.suppress(ValueError):
+        return signal.Signals(signum).name
+    return f"signal {signum}"
+
+
+def _explain_start_failure(argv: Sequence[str], error: Exception) -> tuple[int, str]:
+    """Return the code and message of a shell: 127 not found, 126 found but not executable."""
+    program = argv[0] if argv else ""
+    if isinstance(error, FileNotFoundError):
+        return 127, f"{program}: not found in the image (PATH={os.environ.get('PATH', '')})"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return 126, f"{program}: cannot be executed: {reason}"

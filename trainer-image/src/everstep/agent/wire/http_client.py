@@ -1,0 +1,143 @@
+"""The client side of http_server.py: one authenticated request to an agent, and its answer. It blocks nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.agent.system.host_names import addresses_of
+
+from . import auth
+
+REQUEST_TIMEOUT_SECONDS = 5.0  # to connect, and again to answer
+MAX_ANSWER_BYTES = 64 * 1024
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class RequestRejected(Exception):
+    """An answer that rejects the request, or that is not from the agent that was asked.
+
+    `epoch` is the newest leader's that the agent knows, if it said so.
+    """
+
+    def __init__(self, status: int, message: str, epoch: int | None = None) -> None:
+        super().__init__(f"{status} {message}")
+        self.status = status
+        self.epoch = epoch
+
+
+@dataclass(frozen=True)
+class AgentAnswer:
+    """An authentic answer to an authenticated request."""
+
+    status: int
+    body: bytes
+    nonce: str  # of this exchange
+    client: str
+
+    def field(self, name: str) -> Any:
+        return _read_json_field(self.body, name)
+
+
+async def connect_to_agent(address: str) -> Streams:
+    """`address` is "ip:port" or "name:port". Raises OSError or asyncio.TimeoutError."""
+    return await asyncio.wait_for(_open_connection(address), REQUEST_TIMEOUT_SECONDS)
+
+
+async def send_request(
+    streams: Streams, address: str, token: bytes, target: str, data: Any, *headers: str
+) -> AgentAnswer:
+    """Send a POST with a challenge of its own.
+
+    Args:
+        streams: An open connection.
+        address: The agent's "ip:port".
+        token: The job's token.
+        target: The path.
+        data: The body, as JSON.
+        headers: Whole header lines.
+
+    Raises:
+        RequestRejected: The answer proves nothing.
+        OSError: The connection broke.
+        asyncio.TimeoutError: No answer came in time.
+    """
+    return await asyncio.wait_for(
+        _exchange_messages(streams, address, token, target, encode_message(data), headers), REQUEST_TIMEOUT_SECONDS
+    )
+
+
+async def post_once(address: str, token: bytes, target: str, data: Any) -> AgentAnswer:
+    """Send one request on a connection that ends with it; otherwise as `send_request`."""
+    async with _closing_connection(await connect_to_agent(address)) as streams:
+        return await send_request(streams, address, token, target, data)
+
+
+def encode_message(message: Any) -> bytes:
+    """Return `message` as JSON in UTF-8: escapes take up to three times as much, and frames are bounded."""
+    return json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+
+
+@contextlib.asynccontextmanager
+async def _closing_connection(streams: Streams) -> AsyncIterator[Streams]:
+    try:
+        yield streams
+    finally:
+        streams[1].transport.abort()
+
+
+async def _open_connection(address: str) -> Streams:
+    failed: OSError | None = None
+    for found in await addresses_of(address):
+        host, _, port = found.rpartition(":")
+        try:
+            return await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError as error:
+            failed = error
+    raise failed or OSError(f"{address}: no address")
+
+
+async def _exchange_messages(
+    streams: Streams, address: str, token: bytes, target: str, body: bytes, headers: tuple[str, ...]
+) -> AgentAnswer:
+    reader, writer = streams
+    writer.write(f"GET /v1/challenge HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+    status, _, answer = await _read_response(reader)
+    nonce = _read_json_field(answer, "nonce")
+    if status != 200 or not isinstance(nonce, str) or not auth.is_nonce(nonce):
+        raise RequestRejected(status, "no challenge")
+    client = auth.new_nonce()
+    proof = auth.request_headers(token, "POST", target, nonce, client, body)
+    lines = [f"POST {target} HTTP/1.1", f"Host: {address}", f"Content-Length: {len(body)}", *headers]
+    lines += [*(f"{k}: {v}" for k, v in proof.items()), "", ""]
+    writer.write("\r\n".join(lines).encode() + body)
+    status, given, answer = await _read_response(reader)
+    if not auth.macs_equal(auth.response_mac(token, status, client, answer), given.get(auth.MAC_HEADER.lower(), "")):
+        # Without a MAC of its own, anybody on the way could have said it: it proves nothing about epochs.
+        raise RequestRejected(status, "the answer is not authentic")
+    return AgentAnswer(status, answer, nonce, client)
+
+
+async def _read_response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        lines = head[:-4].decode("latin-1").split("\r\n")
+        status = int(lines[0].split(" ")[1])
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        length = min(int(headers.get("content-length", "0")), MAX_ANSWER_BYTES)
+        return status, headers, await reader.readexactly(length)
+    except (ValueError, IndexError, asyncio.LimitOverrunError, asyncio.IncompleteReadError) as error:
+        raise RequestRejected(0, "the answer is not HTTP") from error
+
+
+def _read_json_field(body: bytes, name: str) -> Any:
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return data.get(name) if isinstance(data, dict) else None

@@ -1,0 +1,4 @@
+"""Services of this machine for any process: available memory, absolute paths, folders that appear whole or not.
+
+Nothing here knows what a checkpoint, a rank or a store is.
+"""

@@ -1,0 +1,185 @@
+"""Attempts where no operator gives them: each run claims the next one, and no run takes one that is over.
+
+And what a store is called, so that memory which outlives a store that was deleted is not taken for the next one's.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from everstep.checkpoint.errors import CheckpointError, Missing, StoreError
+from everstep.checkpoint.format.keys import ATTEMPTS, DATA, MANIFESTS, RUN, Attempt, Key
+from everstep.checkpoint.store.base import Store
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Superseded(CheckpointError):
+    """The store holds checkpoints of a later attempt: nothing that this one saves would ever be chosen."""
+
+
+class AttemptTaken(CheckpointError):
+    """Raised when another run has claimed the very attempt that was given to this one."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """The identity of a run that claims an attempt.
+
+    Attributes:
+        job: The name of its job, empty where none is known.
+        machines: The boot ids of its machines.
+    """
+
+    job: str
+    machines: tuple[str, ...]
+
+    def is_same_run(self, other: RunIdentity) -> bool:
+        """Tell whether both may be one run: of the same job or, where that is not known, with a machine in common.
+
+        A launcher that starts ranks again on the machines that are left begins no other run.
+        """
+        if self.job and other.job:
+            return self.job == other.job
+        return bool({*self.machines} & {*other.machines})
+
+    def __str__(self) -> str:
+        return f"{f'job {self.job} ' if self.job else ''}on {len(self.machines)} machine(s) {', '.join(self.machines)}"
+
+
+def identify_machine() -> str:
+    """Return the identity of the machine since its boot, alike in all of its containers.
+
+    That is the host's name where the kernel does not say.
+    """
+    with suppress(OSError):
+        return _BOOT.read_text().strip()
+    return socket.gethostname()
+
+
+def claim_given_attempt(store: Store, attempt: Attempt, identity: RunIdentity) -> None:
+    """Claim an attempt that was given to this run, or see that it was this run that has claimed it.
+
+    Raises:
+        AttemptTaken: It was another one: both would save under the same names.
+        StoreError: The store cannot be asked.
+    """
+    name = f"{ATTEMPTS}{attempt}"
+    if store.put_if_absent(name, json.dumps(asdict(identity)).encode()):
+        return
+    first = read_identity(store, attempt)
+    if first is not None and not first.is_same_run(identity):
+        raise AttemptTaken(
+            f"attempt {attempt} of {store.url} is that of a run {first}; this run, {identity}, was given the same one. "
+            "Give each run a store of its own. If the other one has ended and this one is to go on from it, start this "
+            "one as a later attempt: a greater generation, or without attempt="
+        )
+
+
+def read_identity(store: Store, attempt: Attempt) -> RunIdentity | None:
+    """Return the run that has claimed an attempt; None where it says nothing about itself, as one whose attempts are
+    counted. StoreError when the store cannot be asked, Missing when nobody has claimed it."""
+    try:
+        fields = json.loads(store.read(f"{ATTEMPTS}{attempt}"))
+        return RunIdentity(str(fields["job"]), tuple(map(str, fields["machines"])))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def claim_next_attempt(store: Store) -> Attempt:
+    """Return an attempt greater than every other that has claimed, saved or committed in this store.
+
+    Nobody else gets it.
+    """
+    greatest = _find_greatest_attempt(store)
+    attempt = Attempt(greatest.epoch, greatest.generation + 1) if greatest else Attempt(0, 1)
+    while not store.put_if_absent(f"{ATTEMPTS}{attempt}", b""):
+        attempt = Attempt(attempt.epoch, attempt.generation + 1)
+    return attempt
+
+
+def check_not_superseded(store: Store, attempt: Attempt) -> None:
+    """Raise Superseded if something greater than `attempt`, which was given to this run, is in the store already."""
+    greatest = _find_greatest_attempt(store)
+    if greatest is not None and greatest > attempt:
+        raise Superseded(
+            f"{store.url} belongs to attempt {greatest}, this run is attempt {attempt}: another run has used this "
+            "store, or is using it; give each job a place of its own"
+        )
+
+
+def run_of(store: Store) -> str:
+    """Return the random name that all attempts of a store share; one without any gets it."""
+    try:
+        return store.read(RUN).decode()
+    except Missing:
+        store.put_if_absent(RUN, secrets.token_hex(16).encode())
+        return store.read(RUN).decode()
+
+
+def find_successor(store: Store, attempt: Attempt) -> str | None:
+    """Return why `attempt` may not commit any more: a greater one has committed. None when there is none.
+
+    Its checkpoints would never be chosen, and retention after them would count them among the newest.
+    """
+    greater = [key.attempt for key in _iterate_committed_keys(store) if key.attempt > attempt]
+    return f"attempt {max(greater)} has taken over this store" if greater else None
+
+
+def read_run(store: Store) -> str | None:
+    """Return the name that run_of() gave the store, without giving it one.
+
+    Returns:
+        An empty text when the store has none; None when it cannot be asked now.
+    """
+    try:
+        return store.read(RUN).decode()
+    except Missing:
+        return ""
+    except StoreError:
+        return None
+
+
+def explain_replaced_store(store: Store, run: str) -> str | None:
+    """Return why a run may not write any more: its store was deleted, and is another's.
+
+    Args:
+        store: Where it writes.
+        run: What run_of() said when it began; empty where that is not known.
+
+    Raises:
+        StoreError: The store is not there now, e.g. because it was unmounted, or cannot be asked.
+    """
+    if not run:
+        return None
+    try:
+        found = store.read(RUN).decode()
+    except Missing as error:
+        # Only a run that begins makes a store: what is written into nothing is lost from sight when it comes back.
+        why = f"has no object named {RUN} any more, which this run has seen there: it was unmounted, moved or deleted"
+        raise StoreError(why, store.url, may_pass=True) from error
+    return None if found == run else f"{store.url} was deleted and made anew since, for another run"
+
+
+def _find_greatest_attempt(store: Store) -> Attempt | None:
+    found: set[Attempt] = set()
+    for entry in store.list(ATTEMPTS):
+        with suppress(ValueError):
+            found.add(Attempt.parse(entry.name.removeprefix(ATTEMPTS)))
+    found.update(key.attempt for key in _iterate_committed_keys(store))
+    for entry in store.list(DATA):
+        with suppress(ValueError):
+            found.add(Key.of_data(entry.name).attempt)
+    return max(found, default=None)
+
+
+def _iterate_committed_keys(store: Store) -> Iterator[Key]:
+    for entry in store.list(MANIFESTS):
+        with suppress(ValueError):
+            yield Key.of_manifest(entry.name)

@@ -1,0 +1,77 @@
+"""Find which ranks there are and which of them share a node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.ranks.collectives import gather_objects
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes are counted in the order of their first ranks; `ranks` are those of this node in order."""
+
+    rank: int
+    world: int
+    node: int
+    nodes: int
+    ranks: tuple[int, ...]
+
+    @property
+    def local(self) -> int:
+        return self.ranks.index(self.rank)
+
+
+def find_topology(group: dist.ProcessGroup | None) -> Topology:
+    """Collective over `group` (gloo; None for one process). A launcher's node rank counts, else the host's name."""
+    if group is None:
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise CheckpointError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group: call "
+                "torch.distributed.init_process_group() first, or set WORLD_SIZE=1 for a process that runs alone"
+            )
+        return Topology(0, 1, 0, 1, (0,))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    name = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK") or socket.gethostname()
+    names = gather_objects(name, group)
+    order = list(dict.fromkeys(names))
+    ranks = tuple(other for other in range(world) if names[other] == name)
+    return Topology(rank, world, order.index(name), len(order), ranks)
+
+
+def find_place(topology: Topology, memory: Path, group: dist.ProcessGroup | None) -> int:
+    """Return the number of this node among those that share one memory with it: 0 where it has a memory of its own.
+
+    It stays the same when a launcher numbers the nodes anew, as torchrun does after each failure, so that a node finds
+    its slots under the same name again. Collective over `group`.
+
+    Args:
+        topology: What find_topology() gave.
+        memory: The folder in which the slots are, there or not.
+        group: See find_topology().
+    """
+    mine = _identify_machine(memory)
+    leaders = gather_objects((topology.node, mine) if topology.local == 0 else None, group)
+    known = dict(each for each in leaders if each is not None)
+    sharing = sorted(node for node, memory_of in known.items() if memory_of == known[topology.node])
+    return sharing.index(topology.node)
+
+
+def _identify_machine(memory: Path) -> tuple[str, int, int, str]:
+    """Return the machine since its boot, and the folder (or, until it is made, the nearest one above it)."""
+    with contextlib.suppress(OSError):
+        boot = _BOOT.read_text().strip()
+        for folder in (memory, *memory.absolute().parents):
+            with contextlib.suppress(OSError):
+                found = folder.stat()
+                return boot, found.st_dev, found.st_ino, os.path.relpath(memory, folder)
+    return socket.gethostname(), 0, 0, str(memory)

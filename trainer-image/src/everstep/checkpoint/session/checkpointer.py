@@ -1,0 +1,450 @@
+"""`everstep.checkpointer(…)`: what a training script sees of all this."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from everstep.checkpoint.catalog.best import Mode
+from everstep.checkpoint.catalog.selection import Rename
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.events import Callback, CheckpointEvent, Events, Metrics
+from everstep.checkpoint.format import checksum
+from everstep.checkpoint.format.keys import Attempt, Key, check_deadline, check_step
+from everstep.checkpoint.format.user_metadata import pack_metadata
+from everstep.checkpoint.host.paths import make_absolute
+from everstep.checkpoint.peers.discovery import serve_reads
+from everstep.checkpoint.publish import attempts, fence
+from everstep.checkpoint.ranks import topology
+from everstep.checkpoint.ranks.arrivals import Arrivals
+from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
+from everstep.checkpoint.ranks.kv_store import KVStore, LocalKVStore, SharedKVStore
+from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
+from everstep.checkpoint.restore.consensus import RestoreConsensus
+from everstep.checkpoint.restore.options import RestoreOptions
+from everstep.checkpoint.restore.restorer import Restored, Restorer
+from everstep.checkpoint.save.outcomes import SaveFailed
+from everstep.checkpoint.save.save_coordinator import Forecast, Policy, SaveCoordinator
+from everstep.checkpoint.save.saver import How, Saver, WriterConnection, check_start, check_values
+from everstep.checkpoint.save.session_end import tell_unmet_request
+from everstep.checkpoint.save.step_agreement import Agreement
+from everstep.checkpoint.save.trigger import Trigger, estimate_mean_time_between_failures
+from everstep.checkpoint.session import claiming
+from everstep.checkpoint.session.arguments import check_arguments
+from everstep.checkpoint.session.one_at_a_time import check_process, one_at_a_time
+from everstep.checkpoint.session.source_ranks import check_source_ranks
+from everstep.checkpoint.slots.slots import default_directory, default_memory
+from everstep.checkpoint.state.casting import Cast, Casts
+from everstep.checkpoint.state.inference_mode import making_normal_tensors
+from everstep.checkpoint.state.loader_samplers import warn_of_random_samplers
+from everstep.checkpoint.state.rng import GENERATORS, add_generators
+from everstep.checkpoint.store.base import Store, open_store
+
+__all__ = ["Checkpointer", "Forecast", "SaveFailed"]
+
+_log = logging.getLogger("everstep.checkpoint")
+
+_OF_WRITER = (
+    "slots", "keep_last", "keep_every", "keep_best", "best_metric", "best_mode", "commit_timeout", "stall_after"
+)  # fmt: skip
+
+
+class Checkpointer:
+    """Saves and restores one run. All ranks make one, with the same arguments, after `init_process_group`.
+
+    store: a folder or a URL, e.g. s3://bucket/run; `options` go to the store.
+    every: seconds, "10m", or "auto" (by Young and Daly, from what saves cost and how often the run fails);
+    every_steps: a number of steps; both may be given, with neither it is ten minutes.
+    keep_last, keep_every: how many checkpoints stay, and each one whose step is a multiple of the latter.
+    keep_best: so many stay beside these, the best by the number `best_metric` of their metadata; best_mode: "min" or
+    "max".
+    policy: what a save does that is due while one is still being stored: "skip" (it is taken when the next one is due),
+    "wait" (training waits) or "queue" (it is taken into the other slot, and training waits where that is in use too).
+    slots: copies in each node's memory; with one, no whole copy is there while a save is copied.
+    peers: 1 keeps a copy of each node's slots in the memory of another node, so that the loss of a node costs no read
+    of the store; by default where there are several nodes with room for it. EVERSTEP_FAILURE_DOMAIN: what a node fails
+    together with, by default its machine.
+    memory: the slots' directory; by default one in /dev/shm, or in EVERSTEP_CHECKPOINT_MEMORY.
+    attempt: the fencing token (epoch, generation), by default EVERSTEP_EPOCH and EVERSTEP_GENERATION, or counted.
+    time_between_failures: seconds, for "auto"; by default learned from the store.
+    The attribute `metadata`, a dictionary or a function from the step to one, is kept with each checkpoint.
+    timeout: seconds that a rank waits for other ranks or for its writer; commit_timeout: that a save may take;
+    linger: that a writer stays whose ranks are gone.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        every: str | float | Literal["auto"] | None = None,
+        every_steps: int | None = None,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best_metric: str = "loss",
+        best_mode: Mode = "min",
+        policy: Policy = "skip",
+        slots: int = 2,
+        peers: Literal[0, 1] | None = None,
+        memory: str | os.PathLike[str] | None = None,
+        attempt: tuple[int, int] | None = None,
+        checksum: str = checksum.DEFAULT,
+        allow_pickle: bool = False,
+        time_between_failures: float | None = None,
+        timeout: float = 300.0,
+        commit_timeout: float = 1800.0,
+        stall_after: float = 60.0,
+        linger: float = 600.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = check_arguments({name: each for name, each in locals().items() if name != "self"})
+        every, every_steps, timeout, commit_timeout = (
+            given[name] for name in ("every", "every_steps", "timeout", "commit_timeout")
+        )
+        time_between_failures = given["time_between_failures"]
+        self._trigger = Trigger.parse(every, every_steps, time_between_failures)
+        self._events, self._metrics = Events(), Metrics()
+        self._how = How(checksum, allow_pickle)
+        self._pilot: SaveCoordinator | None = None
+        self._group = open_host_group(timeout)
+        self._topology = topology.find_topology(self._group)
+        self._options = dict(options or {})
+
+        def open_places() -> tuple[Store, Path, Path | None]:
+            own = None if memory is None else make_absolute(memory, "memory=")  # the writer works in another folder
+            return open_store(store, **self._options), default_memory(), own
+
+        self.store, shared, own = run_on_all_ranks(open_places, self._group)  # else others wait for one that cannot
+
+        # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
+        self.attempt: Attempt | None = None
+        self._given = Attempt(*given["attempt"]) if attempt is not None else fence.get_given_attempt()
+        self._time_between_failures = time_between_failures
+        self._settings: dict[str, Any] = {
+            **{name: given[name] for name in _OF_WRITER},
+            "fence": str(fence.FENCE) if attempt is None and self._given is not None else None,
+            "insist": peers == 1,
+        }
+        self._keeps_copies = self._topology.nodes > 1 and peers != 0
+        place = topology.find_place(self._topology, shared, self._group)
+        self._directory = own if own is not None else default_directory(self.store.url, place)
+        self._linger = given["linger"]
+        self._node: WriterConnection | None = None
+        self._process = os.getpid()
+        self._is_closed = False
+        self._objects: dict[str, object] | None = None
+        self._seen: claiming.LastSeen | None = None
+        self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
+        self._noted: dict[str, Any] = {}  # for the save that is being begun
+        self._has_restored = False
+        self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
+        self._board: KVStore = SharedKVStore.open(self._group, timeout) if self._group is not None else LocalKVStore()
+        self._agreement = Agreement(self._board, self._topology.rank, timeout)
+        self._arrivals = Arrivals(self._board, self._topology.rank, self._group)
+        self._vote = RestoreConsensus(self._board, self._topology.rank, self._topology.world, timeout)
+        self._policy: Policy = policy
+        self._timeout = timeout
+        self._commit_timeout = commit_timeout
+
+    # ---- a script's calls
+
+    @one_at_a_time
+    @making_normal_tensors
+    def restore(
+        self,
+        *,
+        step: int | Key | None = None,
+        strict: bool = True,
+        rename: Rename | None = None,
+        cast: Cast = None,
+        **objects: object,
+    ) -> Restored:
+        """Load the newest checkpoint that is good, the same on all ranks, and name what is saved from here on.
+
+        With `step` exactly that one, of the greatest attempt that has it and is good; or a key, as everstep.best()
+        returns. Checkpoints of other steps stay: what this run saves is of a later attempt, and therefore newer.
+        `strict=False` reports names that do not meet in the result. `rename`: prefixes of the checkpoint's full names
+        and what takes their place, or a function. `cast`: True, a type, or a mapping of types. See the page
+        docs/how-to/checkpoints.md.
+
+        It only reads: an evaluation may restore from the store of a run that goes on, and a store that may not be
+        written to is enough. What a live run has in this node's memory is left alone.
+
+        An object is anything with `state_dict` and `load_state_dict`, a tensor, or a plain nested value; the state of
+        each rank's random generators goes along. Without any checkpoint `step` is 0.
+        NoGoodCheckpoint when there are some and none is good, NoSuchStep when there is none of `step`, StateMismatch
+        when it is not of these objects: they are untouched then. CheckpointError once this session has saved: what it
+        saves next would be older than checkpoints of the same attempt.
+        """
+        if self._pilot is not None and self._pilot.saved:
+            raise CheckpointError("this session has saved already: close it, and restore in a new one")
+        everything = add_generators(objects)
+
+        def check() -> RestoreOptions:
+            check_values(everything, self._topology, self._how)
+            return RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle, frozenset({GENERATORS}))
+
+        with self._arrivals.naming_absent("restore()"):
+            check_source_ranks(everything, self._group)
+            options = run_on_all_ranks(check, self._group)
+        run = attempts.read_run(self.store) if self._topology.local == 0 else None
+        with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
+            restorer = Restorer(
+                everything,
+                self.store,
+                self._topology,
+                self._vote,
+                self._directory,
+                peers=peers,
+                attempt=self._given,
+                claimed=self.attempt,
+                run=run,
+                options=options,
+            )
+            restored = restorer.restore()
+        self._has_restored = True
+        self._seen = claiming.LastSeen(restorer.newest_seen, restored.key)
+        for key, why in restored.fell_back.items():
+            self._metrics.fell_back += 1
+            self._events.emit(CheckpointEvent("fell_back", Key.parse(key), why))
+        if restored.key is not None:
+            figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
+            self._events.emit(CheckpointEvent("restored", restored.key, "", figures))
+        self._set_objects(everything, restored.step)
+        return restored
+
+    @one_at_a_time
+    def track(self, **objects: object) -> None:
+        """Names what is saved from here on, without loading a checkpoint: see restore().
+
+        Raises:
+            CheckpointError: The store holds checkpoints, which later ones would soon have removed (see start_over), or
+                these objects cannot be saved here.
+        """
+        if self._pilot is None and not self._has_restored:
+            keep = self._settings["keep_last"]
+            with self._arrivals.naming_absent("track()"):
+                run_on_all_ranks(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep)), self._group)
+            self._seen = claiming.LastSeen(None, None)
+        self._track(objects)
+
+    @one_at_a_time
+    def start_over(self, **objects: object) -> None:
+        """Names what is saved from here on, and leaves behind what the store holds.
+
+        Checkpoints of earlier attempts are chosen no more once this one has saved, and retention removes them as any
+        older ones, whatever their steps are.
+
+        Raises:
+            CheckpointError: These objects cannot be saved, or find no room in this node's memory.
+        """
+        self._seen = None
+        self._track(objects)
+
+    def _track(self, objects: Mapping[str, object]) -> None:
+        everything = add_generators(objects)
+        with self._arrivals.naming_absent("track() or start_over()"):
+            check_source_ranks(everything, self._group)
+            if self._pilot is None:
+                check_start(
+                    everything, self._topology, self._group, self._how, self._directory, int(self._settings["slots"])
+                )
+        self._set_objects(everything)
+
+    @one_at_a_time
+    def step(self, step: int) -> None:
+        """Note that `step` steps are trained; save when it is time. Costs next to nothing otherwise.
+
+        The first call, or the first save(), claims the store and the slots for this run. Superseded when a later
+        attempt has the store; CheckpointError when another live process has the slots, they find no room, or somebody
+        has saved something newer since this session restored.
+        AgreementLost when rank 0 is gone. A save that fails is an event, not an error. CheckpointError also from within
+        another step() or save(), as in a callback of an event.
+        """
+        step = check_step(step)
+        self._claimed().step(step)
+
+    @one_at_a_time
+    def save(self, step: int, deadline: float | None = None, *, metadata: Mapping[str, Any] | None = None) -> Forecast:
+        """Saves now; all ranks call it at the same step. Waits until an earlier save is in the store.
+
+        metadata: a small JSON object that is kept with the checkpoint, beside what the attribute `metadata` says; rank
+        0's counts. CheckpointError for another type, and above 64 KiB.
+
+        deadline: seconds from now within which the checkpoint must be in the store. If it will not be, nothing is
+        saved, and the forecast says how long it would take.
+        """
+        step, deadline = check_step(step), check_deadline(deadline)
+        pack_metadata(metadata or {})
+        pilot = self._claimed()
+        self._noted = dict(metadata or {})
+        try:
+            return pilot.save(step, deadline)
+        finally:
+            self._noted = {}
+
+    def before_change(self) -> None:
+        """To be called before anything but its own step() changes what a `torch.optim.Optimizer` holds.
+
+        On a GPU, what is computed next waits until the last save has copied that; it costs nothing otherwise.
+        """
+        if self._pilot is not None:
+            self._pilot.saver.before_change()
+
+    def request(self, deadline: float | None = None) -> None:
+        """Ask for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler.
+
+        A boundary is a step(), about once a second. Where neither a boundary nor a save() comes any more, `failed` is
+        told at the end, and close() raises SaveFailed unless the deadline is over by then.
+        """
+        deadline = check_deadline(deadline)
+        if self._pilot is not None:
+            self._pilot.request(deadline)
+        else:  # one rank alone claims nothing
+            self._wish = (None if deadline is None else time.monotonic() + deadline,)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until what was saved is in the store. SaveFailed when the last save did not get there."""
+        check_process(self._process, "wait()")
+        if self._pilot is not None:
+            self._pilot.wait(timeout)
+
+    def on(self, event: str, callback: Callback) -> None:
+        """Calls back with each event of this name: saved, restored, fell_back, stalled, failed, uncopied (a save has no
+        copy in another node's memory). All are logged."""
+        self._events.on(event, callback)
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """Return the figures of this rank so far: see events.Metrics."""
+        return self._metrics.snapshot()
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the session; with `wait` after the last commit, with the slots removed.
+
+        In a child that was forked from the process of the session it does nothing: the session is its parent's.
+        """
+        if os.getpid() != self._process:
+            return
+        self._is_closed = True
+        try:
+            if self._pilot is not None:
+                self._pilot.close(wait)
+            elif self._node is not None and wait:  # what was claimed is given back, though nothing was saved
+                with contextlib.suppress(CheckpointError):
+                    self._node.call("bye")
+            if self._pilot is None and self._wish is not None:
+                wish, self._wish = self._wish, None
+                tell_unmet_request(self._events, wish[0], wait)
+        finally:
+            if self._pilot is not None:
+                self._pilot.saver.close()
+            if self._node is not None:
+                self._node.close()
+            group, self._group = self._group, None
+            close_host_group(group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the writer goes on by itself with what is filled; nobody waits for it. sys.exit(0) is none.
+        self.close(wait=error is None or (isinstance(error, SystemExit) and not error.code))
+
+    # ---- beginnings
+
+    def check_call(self, call: str) -> None:
+        """See that a call may be made: by the process that made the session, before its end.
+
+        Args:
+            call: Which one, for the message.
+
+        Raises:
+            CheckpointError: It may not.
+        """
+        check_process(self._process, call)
+        if self._is_closed:
+            raise CheckpointError(f"{call} is called after close(): make another session, and restore() in it to go on")
+
+    def _set_objects(self, objects: dict[str, object], step: int | None = None) -> None:
+        """These are saved from here on. `step`: that training goes on from, where it was just restored."""
+        warn_of_random_samplers(objects)
+        self._objects = objects
+        if self._pilot is not None:
+            # The same one: its saves may not have ended yet, and all ranks go on with the numbers that they have.
+            self._pilot.go_on(self._saver(self._pilot.node), step)
+
+    def _claimed(self) -> SaveCoordinator:
+        """Return the coordinator; the first call of all ranks claims the store and the slots for them.
+
+        Collective then.
+        """
+        if self._pilot is not None:
+            return self._pilot
+        if self._objects is None:
+            raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
+        with self._arrivals.naming_absent("the first step() or save()"):
+            node = self._node = self._node or self._claim()
+            saver = self._saver(node)
+        self._pilot = SaveCoordinator(
+            saver=saver,
+            node=node,
+            agreement=self._agreement,
+            board=self._board,
+            trigger=self._trigger,
+            attempt=Attempt.parse(node.config.attempt),
+            events=self._events,
+            metrics=self._metrics,
+            policy=self._policy,
+            timeout=self._timeout,
+            commit_timeout=self._commit_timeout,
+        )
+        if self._wish is not None:
+            (until,) = self._wish
+            self._pilot.request(None if until is None else max(0.0, until - time.monotonic()))
+        return self._pilot
+
+    def _saver(self, node: WriterConnection) -> Saver:
+        assert self._objects is not None
+        saver = Saver(self._objects, self._topology, self._group, node, self._how)
+        saver.note = self._note
+        try:
+            run_on_all_ranks(saver.prepare, self._group)
+        except BaseException:
+            saver.close()
+            raise
+        return saver
+
+    def _note(self, step: int) -> dict[str, Any]:
+        return {**(self.metadata(step) if callable(self.metadata) else self.metadata), **self._noted}
+
+    def _claim(self) -> WriterConnection:
+        """Take the attempt, this node's writer and its slots for this run. Collective."""
+        node = claiming.claim_node(
+            self.store,
+            self._given,
+            self._seen,
+            self._topology,
+            self._group,
+            self._directory,
+            linger_seconds=self._linger,
+            keeps_copies=self._keeps_copies,
+            learn=self._learn_failures,
+            settings={"options": self._options, **self._settings},
+        )
+        self.attempt = Attempt.parse(node.config.attempt)
+        return node
+
+    def _learn_failures(self) -> None:
+        if self._trigger.auto and self._time_between_failures is None:
+            self._trigger.between_failures = estimate_mean_time_between_failures(*claiming.read_history(self.store))
+
+    def _first(self, make: Any) -> Any:
+        return make() if self._topology.rank == 0 else None

@@ -1,0 +1,254 @@
+"""The claim of a run on its store, by rank 0: its attempt, and that it goes on from what the store holds; and on each
+node's writer and slots."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.catalog.leases import find_time
+from everstep.checkpoint.errors import CheckpointError, StoreError
+from everstep.checkpoint.format.keys import MANIFESTS, Attempt, Key
+from everstep.checkpoint.peers.discovery import connect_peers
+from everstep.checkpoint.publish import attempts
+from everstep.checkpoint.ranks.collectives import broadcast_from_first, gather_objects
+from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
+from everstep.checkpoint.ranks.topology import Topology
+from everstep.checkpoint.save.saver import WriterConnection
+from everstep.checkpoint.slots.slots import Slots
+from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.writer import control
+from everstep.checkpoint.writer.control import WriterConfig
+
+_log = logging.getLogger("everstep.checkpoint")
+
+
+@dataclass(frozen=True)
+class LastSeen:
+    """The state of its store as a session knew it when it restored, or found it empty.
+
+    Attributes:
+        newest: The greatest checkpoint, also one that was not chosen, or that the writer of a run which was over had
+            not stored yet.
+        restored: The one that training goes on from.
+    """
+
+    newest: Key | None
+    restored: Key | None
+
+    def __str__(self) -> str:
+        if self.restored is None:
+            return "there was no checkpoint when this session began"
+        if self.restored == self.newest:
+            return f"{_describe_key(self.restored)} was restored and was the newest"
+        return f"{_describe_key(self.restored)} was restored when {_describe_key(self.newest)} was the newest"
+
+
+def claim_node(
+    store: Store,
+    given: Attempt | None,
+    seen: LastSeen | None,
+    topology: Topology,
+    group: dist.ProcessGroup | None,
+    directory: Path,
+    *,
+    linger_seconds: float,
+    keeps_copies: bool,
+    learn: Callable[[], None],
+    settings: Mapping[str, Any],
+) -> WriterConnection:
+    """Take an attempt, this node's writer and its slots for a run. Collective over `group`.
+
+    Args:
+        store: Where the run saves.
+        given: The attempt that the run was given, if any.
+        seen: What the session saw when it restored; None where it starts over, whatever there is.
+        topology: This rank's place in the run.
+        group: All ranks; None for one process.
+        directory: Of this node's slots.
+        linger_seconds: How long a writer stays whose ranks are gone.
+        keeps_copies: Whether each node keeps copies of another one's slots.
+        learn: Reads from the store what rank 0 learns of earlier attempts, before this one is there.
+        settings: The other fields of the writer's configuration.
+
+    Returns:
+        This rank's link to its node's writer.
+
+    Raises:
+        CheckpointError: The store or the slots are another run's, or something newer was saved since the session
+            restored, which what it saves would push out; see claim_attempt.
+    """
+
+    def claim_on_first() -> tuple[str, str]:
+        if topology.rank != 0:
+            return "", ""  # rank 0's is told to all
+        learn()
+        return claim_attempt(store, given, identity, None if seen is None else seen.restored)
+
+    machines = dict.fromkeys(gather_objects(attempts.identify_machine(), group))
+    identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(machines))
+    claimed = run_on_all_ranks(claim_on_first, group)
+    (token, run), secret = broadcast_from_first((claimed, secrets.token_hex(32)), group)
+    config = WriterConfig(
+        url=store.url,
+        attempt=token,
+        node=topology.node,
+        nodes=topology.nodes,
+        world=topology.world,
+        ranks=topology.ranks,
+        secret=secret if keeps_copies else "",
+        run=run,
+        **settings,
+    )
+    # First what may keep a writer from starting, which one rank of its node alone hears: the others would wait for it.
+    run_on_all_ranks(lambda: control.ensure_writer(directory, linger_seconds) if topology.local == 0 else None, group)
+    node = run_on_all_ranks(lambda: WriterConnection(directory, config, topology.local, linger_seconds), group)
+    if seen is not None:
+        try:
+            # Only now: the run that had the node may have saved for as long as it was waited for.
+            run_on_all_ranks(
+                lambda: _check_nothing_newer(store, seen, given, identity, topology, directory, config), group
+            )
+        except BaseException:
+            with suppress(CheckpointError):
+                node.call("bye")  # its memory is given back, once what is in it is stored
+            node.close()
+            raise
+    if config.secret:
+        try:
+            found = connect_peers(node.port or 0, config.secret, topology, group)
+            settled = replace(config, keeper=found.addresses[found.keeper])
+            run_on_all_ranks(lambda: node.settle(settled, found.kept), group)
+        except BaseException:
+            node.close()
+            raise
+    return node
+
+
+def claim_attempt(
+    store: Store, given: Attempt | None, identity: attempts.RunIdentity, restored: Key | None
+) -> tuple[str, str]:
+    """Claim an attempt of a store: the given one, or the next.
+
+    Args:
+        store: Where the run saves.
+        given: The attempt that the run was given, if any.
+        identity: Who the run is.
+        restored: The checkpoint that training goes on from; None where it starts over.
+
+    Returns:
+        The attempt, and what the store is called: empty when it cannot be asked now.
+
+    Raises:
+        Superseded: A later attempt has the store.
+        AttemptTaken: Another run was given the same one.
+        CheckpointError: This very attempt has saved a later step than the one that training goes on from.
+    """
+    if given is None:
+        return str(attempts.claim_next_attempt(store)), attempts.run_of(store)
+    run = ""
+    try:
+        attempts.check_not_superseded(store, given)
+        attempts.claim_given_attempt(store, given, identity)
+        _check_goes_on(store, given, restored)
+        run = attempts.run_of(store)
+    except StoreError as error:
+        # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.
+        _log.warning("whether a later attempt has used the store is not known: %s", error)
+    return str(given), run
+
+
+def check_is_empty(store: Store, keep_last: int) -> None:
+    """See that a run which begins without restoring leaves nothing behind.
+
+    Raises:
+        CheckpointError: The store holds checkpoints, which go when `keep_last` newer ones are saved.
+    """
+    newest = next(iter(list_candidates(store)), None)
+    if newest is not None:
+        raise CheckpointError(
+            f"{store.url} holds a checkpoint of step {newest.step} (attempt {newest.attempt}), and track() "
+            "would begin without it: call restore(…) with the same objects to go on from there, or start_over(…) "
+            f"to leave it behind; it is removed then when {keep_last} newer ones are saved"
+        )
+
+
+def read_history(store: Store) -> tuple[int, float]:
+    """Return how often this run has failed so far, by its attempts, and the seconds since its first checkpoint."""
+    entries = list(store.list(MANIFESTS))
+    if not entries:
+        return 0, 0.0
+    tokens = {entry.name.partition("-")[0] for entry in entries}
+    return len(tokens), max(0.0, find_time(store) - min(entry.modified for entry in entries))
+
+
+def _check_nothing_newer(
+    store: Store,
+    seen: LastSeen,
+    given: Attempt | None,
+    identity: attempts.RunIdentity,
+    topology: Topology,
+    directory: Path,
+    config: WriterConfig,
+) -> None:
+    """See that nobody has saved anything since the session restored: it would be removed after some saves of ours.
+
+    Rank 0 looks into the store, and one rank of each node into its slots, from which a writer still stores. What this
+    attempt has saved itself is no matter here, see _check_goes_on.
+
+    Raises:
+        CheckpointError: Somebody has.
+    """
+    own = Attempt.parse(config.attempt)
+    found: list[Key | None] = []
+    if topology.local == 0:
+        found.append(Slots(directory).find_newest_claimed(config.run, without=own))
+    if topology.rank == 0:
+        try:
+            found.append(max((key for key in list_candidates(store) if key.attempt != own), default=None))
+        except StoreError as error:
+            _log.warning("whether somebody has saved since this session restored is not known: %s", error)
+    newest = max((key for key in found if key is not None), default=None)
+    if newest is None or (seen.newest is not None and newest <= seen.newest):
+        return
+    what = f"{seen}, and {_describe_key(newest)} was saved in {store.url} since"
+    if given is not None and _is_earlier_incarnation(store, newest.attempt, identity):
+        # Whoever gave the attempts has ended that one: were it alive somewhere, we would never begin.
+        _log.warning("%s, by an earlier attempt of this job, which is over: it is left behind", what)
+        return
+    raise CheckpointError(
+        f"{what}, by another run or by an earlier one that had not ended: what this session saves would push it out. "
+        "Start this run again, and it goes on from there"
+    )
+
+
+def _is_earlier_incarnation(store: Store, attempt: Attempt, identity: attempts.RunIdentity) -> bool:
+    try:
+        first = attempts.read_identity(store, attempt)
+    except StoreError:
+        return False
+    return first is not None and bool(identity.job) and first.job == identity.job
+
+
+def _describe_key(key: Key | None) -> str:
+    return "none" if key is None else f"step {key.step} (attempt {key.attempt})"
+
+
+def _check_goes_on(store: Store, token: Attempt, restored: Key | None) -> None:
+    start = 0 if restored is None else restored.step
+    newer = [key for key in list_candidates(store) if key.attempt == token and key.step > start]
+    if newer:
+        began = "the run starts over" if restored is None else f"step {start} was restored"
+        raise CheckpointError(
+            f"{began}, and attempt {token} has saved step {newer[0].step} already: what is saved now would be "
+            "older. Go on as a later attempt: without attempt=, or with a greater generation"
+        )

@@ -1,0 +1,160 @@
+"""Trace a model, plan its pipeline, and cut it into the stages of the plan: the middle of the making of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
+from everstep.pipeline.engine.losses import Loss, compute_loss
+from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.frontend.split import split_model
+from everstep.pipeline.frontend.stages import StageModule
+from everstep.pipeline.frontend.trace import Traced
+from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.frontend.writes import refuse_writes
+from everstep.pipeline.half import refuse_half_regions
+from everstep.pipeline.left_behind import WatchedLoss, check_left_behind
+from everstep.pipeline.negotiation import PipelineTerms
+from everstep.pipeline.plan import Plan
+from everstep.pipeline.prepare import (
+    ProfileRequest,
+    look_into,
+    make_example_microbatch,
+    make_plan,
+    with_full_backwards,
+)
+from everstep.pipeline.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model that is cut into stages, which are checked, and the order in which they work, which is proven.
+
+    Attributes:
+        found: The traced model, or the chain of its blocks.
+        plan: The plan, the same on all processes.
+        stages: All stages, as modules without anything of their own.
+        schedule: The actions of each rank.
+        loss: The loss, which looks at the first micro-batch where it could not be checked before.
+    """
+
+    found: Traced | Tree
+    plan: Plan
+    stages: Sequence[StageModule]
+    schedule: Schedule
+    loss: Loss
+
+
+def trace_requested_model(terms: PipelineTerms) -> Traced | Tree:
+    """Find what of the model can be in a stage of its own. Collective.
+
+    Args:
+        terms: The terms on which all processes agree.
+
+    Returns:
+        The traced model, or the chain of its blocks.
+
+    Raises:
+        PipelineError: On all processes: the model cannot be cut.
+    """
+    return terms.control.all(lambda: _look_into_model(terms))
+
+
+def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
+    """Plan the stages, cut the model into them, and check that they are the model. Collective.
+
+    Args:
+        terms: The terms on which all processes agree.
+        found: The traced model, or the chain of its blocks.
+
+    Returns:
+        The model in stages, the same on all processes.
+
+    Raises:
+        PipelineError: On all processes: nothing fits, or the stages would train something else.
+    """
+    _refuse_writes(terms, found, terms.request.microbatches or 1)  # before anything is measured, if that is known
+    loss = _watch_loss(terms, found)  # before anything else calls it
+    plan = _make_plan(terms, found)
+    _refuse_writes(terms, found, plan.microbatches)
+    plan, stages, schedule = terms.control.all(lambda: _cut_model(found, plan))
+    return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages, loss))
+
+
+def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
+    request = terms.request
+    found = look_into(request.model, terms.example, request.plan.blocks, request.engine.whole, autocast=terms.autocast)
+    if isinstance(found, Traced):
+        refuse_half_regions(found.record, request.engine.precision)
+    return found
+
+
+def _refuse_writes(terms: PipelineTerms, found: Traced | Tree, microbatches: int) -> None:
+    """Refuse a forward that writes weights or buffers, if it is called for several parts of a batch."""
+    number = microbatches * terms.position.grid.replicas
+    if terms.request.plan.check and number > 1 and isinstance(found, Traced):
+        record = found.record
+        terms.control.all(lambda: refuse_writes(record, number))
+
+
+def _make_plan(terms: PipelineTerms, found: Traced | Tree) -> Plan:
+    request, options = terms.request, terms.request.plan
+
+    def sum_of_loss(output: Any, targets: Any) -> Any:
+        return compute_loss(request.loss, output, targets, batch_size(targets) or 1, request.engine.loss_weight).sum
+
+    return make_plan(
+        request.model,
+        found,
+        terms.example,
+        terms.wish,
+        terms.position,
+        ProfileRequest(options.costs, terms.autocast, sum_of_loss, request.targets, request.engine.whole),
+        stage_of=options.stage_of,
+        path=terms.plan_file,
+        aim=options.optimize is not None and options.source == "profile",
+    )
+
+
+def _cut_model(found: Traced | Tree, plan: Plan) -> tuple[Plan, Sequence[StageModule], Schedule]:
+    stages = split_model(found, plan.stage_of)
+    fitted = with_full_backwards(plan, stages)
+    return fitted, stages, fitted.prove()
+
+
+def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> Loss:
+    """Refuse a loss that reads what a forward leaves behind; return the one that looks at its first call for that."""
+    request = terms.request
+    loss, weight, whole = request.loss, request.engine.loss_weight, request.engine.whole
+    if not request.plan.check:
+        return loss
+    left = found.left if isinstance(found, Traced) else ()
+    if request.targets is not None:
+        terms.control.first(
+            lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, whole)
+        )
+    return WatchedLoss(loss, request.model, left) if left else loss
+
+
+def _check_cut(
+    terms: PipelineTerms, found: Traced | Tree, plan: Plan, stages: Sequence[StageModule], loss: Loss
+) -> Loss:
+    """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
+    with."""
+    request, first = terms.request, terms.control.first
+    weight, whole = request.engine.loss_weight, request.engine.whole
+    if not request.plan.check:
+        return loss
+    first(
+        lambda: compare_stages(
+            request.model, found, stages, make_example_microbatch(terms.example, terms.wish, whole), terms.autocast
+        )
+    )
+    if plan.microbatches * terms.position.grid.replicas == 1:
+        return loss
+    if request.targets is None:
+        return FirstLook(loss, weight)
+    first(lambda: check_samples(request.model, found, terms.example, request.targets, request.loss, weight, whole))
+    return loss

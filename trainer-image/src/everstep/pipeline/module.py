@@ -1,0 +1,203 @@
+"""A pipeline as the module that a script sees: one process's stages, under the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from everstep.pipeline.engine.engine import Engine, StepResult
+from everstep.pipeline.engine.nested import map_tensors
+from everstep.pipeline.errors import Everywhere, PipelineError
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.attributes import FixedAttributes
+from everstep.pipeline.frontend.autocast import refuse_other_autocast
+from everstep.pipeline.frontend.fixed_sizes import FixedSizes
+from everstep.pipeline.frontend.skeleton import follow_modes, join_skeletons
+from everstep.pipeline.frontend.stages import StageModule
+from everstep.pipeline.half import refuse_half_autocast
+from everstep.pipeline.plan import Plan
+from everstep.pipeline.transport.control import Control
+from everstep.pipeline.transport.grid import Grid
+
+OptionsOf = Callable[[str, tuple[int, ...]], Mapping[str, Any]]  # of a parameter, by its name and shape
+
+
+class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """One process's part of a model, under the model's own names: a module whose parameters an optimizer takes, and
+    whose state a checkpoint saves and restores, at any number of stages. It is run by `step` and `evaluate`.
+
+    `plan`: with its prediction and reasons; `replica` of `replicas`: which part of the data is this process's; `reads`:
+    what it needs of a batch, others may be None; `data_group`: the processes with the same stages.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        stages: Mapping[int, StageModule],
+        plan: Plan,
+        grid: Grid,
+        arguments: Arguments,
+        shapes: Mapping[str, tuple[int, ...]],
+        control: Control,
+        fixed: FixedAttributes | None = None,
+        sizes: FixedSizes = FixedSizes(),  # noqa: B008 - it is frozen
+    ) -> None:
+        super().__init__()
+        self.engine, self.plan, self.grid = engine, plan, grid
+        self.replica, self.replicas = engine.transport.replica, engine.transport.replicas
+        self.reads, self.data_group = engine.reads, engine.data
+        self._arguments, self._shapes, self._control = arguments, dict(shapes), control
+        self._stages = dict(stages)
+        part = join_skeletons([stage.module for stage in stages.values()])
+        self._part = (part,)  # no module of this one, which has its modules as its own
+        self.training = part.training
+        # Its modules are this module's own, so that all names are those of the model; what they are called must not
+        # meet this class's attributes, as it would if they were set one by one.
+        self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
+        self._non_persistent_buffers_set = part._non_persistent_buffers_set
+        self._fixed, self._sizes = fixed, sizes
+        if fixed is not None:
+            fixed.watch([self, *(stage.module for stage in stages.values())])
+
+    def step(self, batch: Any = None, targets: Any = None, *, last: bool = True) -> StepResult:
+        """Forward and backward of a batch of this replica; the parameters then have the gradients of the mean loss over
+        all replicas and micro-batches. The optimizer's step is the script's.
+
+        A batch is given as the example was; a process that reads nothing of it may give None. See `Engine.step`.
+        """
+        return self.engine.step(*self._read(batch, targets), last=last)
+
+    def evaluate(self, batch: Any = None, targets: Any = None) -> StepResult:
+        """Forward only, in the mode that the modules are in (`eval`, `train`); without targets there is no loss."""
+        return self.engine.evaluate(*self._read(batch, targets))
+
+    def groups(self, options: OptionsOf = lambda name, shape: {}) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer; `options(name, shape)` are those of a parameter, by its name in the model.
+
+        The groups are those of the whole model, in the same order on all processes, with those of this one's parameters
+        in them that learn now: also where it has none, so that schedulers and checkpoints fit.
+        """
+        here = {name: each for name, each in self.named_parameters() if each.requires_grad}
+        found: list[tuple[dict[str, Any], list[Any]]] = []
+        for name, shape in self._shapes.items():
+            wanted = dict(options(name, shape))
+            group = next((known for known in found if known[0] == wanted), None)
+            if group is None:
+                group = wanted, []
+                found.append(group)
+            if name in here:
+                group[1].append(here[name])
+        return [{**wanted, "params": parameters} for wanted, parameters in found]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of all processes by the norm of all of them, between `step` and the optimizer's.
+
+        It does what `torch.nn.utils.clip_grad_norm_` does in one process, which here would see the gradients of this
+        process only. A shared parameter and the replicas count once. All processes call it alike.
+
+        Args:
+            max_norm: The largest norm; with `inf` nothing changes.
+            norm_type: 2 for the Euclidean norm, `inf` for the largest element, or any number above 0.
+            error_if_nonfinite: Whether a norm that is `inf` or not a number is an error, and not only given back.
+
+        Returns:
+            The norm before, a scalar in float64; the same on all processes.
+
+        Raises:
+            PipelineError: On all processes, if they do not ask for the same, or for what no norm can be.
+        """
+        return self.engine.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all modules here, as the model's own `train` would; all processes do the same."""
+        self._part[0].train(mode)
+        self._follow_modes()  # and before each step, as a script may set the mode of any module that it finds here
+        return self
+
+    def _follow_modes(self) -> None:
+        (part,) = self._part
+        self.training = part.training
+        follow_modes([stage.module for stage in self._stages.values()], part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A pipeline gives no output where it is called."""
+        raise PipelineError("a pipeline is not called: use run.step(batch, targets) or run.evaluate(batch, targets)")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the number of steps that are done, from which random numbers follow, and the loss scale."""
+        return self.engine.state_dict()
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `get_extra_state` was called."""
+        self.engine.load_state_dict(state)
+
+    def extra_repr(self) -> str:
+        """Describe the position of this process in the pipeline."""
+        own = ", ".join(map(str, self._stages))
+        return (
+            f"stages {own} of {len(self.plan.placement)}, rank {self.engine.rank} of {self.grid.ranks}, replica "
+            f"{self.replica} of {self.replicas}, {self.plan.schedule_name}, {self.plan.microbatches} micro-batches"
+        )
+
+    def close(self) -> None:
+        """Take leave of the others: that this process ends is no loss, unless they begin another step. The modules are
+        the model's again."""
+        self.engine.close()
+        if self.engine.watch is not None:
+            self.engine.watch.stop()
+        self._control.retire()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.engine.watch is not None and not _in_order(error):
+            self.engine.watch.fail(error)
+        self.close()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        raise PipelineError(
+            "a pipeline stays where and as it was made: give LayoutOptions(device=…) to pipeline(), cast the model "
+            "before"
+        )
+
+    def _read(self, batch: Any, targets: Any) -> tuple[Any, Any]:
+        device, precision = self.engine.transport.device, self.engine.options.precision
+        try:
+            refuse_half_autocast(device, precision)
+            self._follow_modes()
+            for stage in self._stages.values():
+                stage.check_mode()
+            if self._fixed is not None:
+                self._fixed.check()
+                refuse_other_autocast(self._fixed.autocast, precision, device.type)
+        except PipelineError as error:
+            return error, None  # told to all, when they agree on the step
+
+        def bring(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        named: Any = None
+        if self.reads.inputs and batch is not None:
+            try:
+                whole = self._arguments.name(batch)
+                self._arguments.check(whole, self.reads.inputs)
+                self._sizes.check(whole)
+                named = {name: map_tensors(whole[name], bring) for name in self.reads.inputs if name in whole}
+            except PipelineError as error:
+                named = error  # told to all, when they agree on the step
+        return named, map_tensors(targets, bring) if self.reads.targets else None
+
+
+def _in_order(error: BaseException) -> bool:
+    """Tell whether an error is no failure of this process: an error that all have raised alike, or an exit with code 0
+    or none."""
+    return isinstance(error, Everywhere) or (isinstance(error, SystemExit) and not error.code)
