@@ -15,7 +15,7 @@ from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.writes import refuse_writes
 from everstep.pipeline.half import refuse_half_regions
-from everstep.pipeline.left_behind import WatchedLoss, check_left_behind
+from everstep.pipeline.left_behind import WatchedLoss, check_left_behind, check_second_forward
 from everstep.pipeline.negotiation import PipelineTerms
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.prepare import (
@@ -147,12 +147,15 @@ def _check_cut(
     weight, whole = request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
         return loss
+    times = plan.microbatches * terms.position.grid.replicas
+    if times > 1:
+        first(lambda: check_second_forward(request.model, terms.example, whole, times))
     first(
         lambda: compare_stages(
             request.model, found, stages, make_example_microbatch(terms.example, terms.wish, whole), terms.autocast
         )
     )
-    if plan.microbatches * terms.position.grid.replicas == 1:
+    if times == 1:
         return loss
     if request.targets is None:
         return FirstLook(loss, weight)

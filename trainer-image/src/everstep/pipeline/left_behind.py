@@ -17,6 +17,7 @@ from torch import nn
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import Parts, batch_size
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.engine.script_draws import ScriptDraws
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import Key
@@ -156,3 +157,75 @@ def _make_error(model: nn.Module, key: Key) -> PipelineError:
     kind = type(model.get_submodule(path)).__name__
     where = f"module {path!r} ({kind})" if path else f"the model ({kind})"
     return PipelineError(f"the loss reads the attribute {name!r} of {where}, which forward sets: {_WHY}")
+
+
+def check_second_forward(model: nn.Module, inputs: Mapping[str, Any], whole: Collection[str], times: int) -> str:
+    """Run the model twice on the same samples.
+
+    Args:
+        model: With its weights; nothing is run where it has none here.
+        inputs: The example by the names of arguments.
+        whole: Arguments without samples.
+        times: How often forward is called for a batch: micro-batches times replicas.
+
+    Returns:
+        Nothing: there is nothing to tell.
+
+    Raises:
+        PipelineError: The second result is another one: forward goes on from what it has kept.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs))]
+    samples = batch_size(dict(inputs), frozenset(whole))
+    if any(each.device.type == "meta" for each in tensors) or not samples or not Arguments(model).fits(inputs):
+        return ""
+    device, count = tensors[0].device, min(samples, _SAMPLES)
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, copy=True)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return copy(tensor[:count] if tensor.dim() and len(tensor) == samples else tensor)
+
+    draws = ScriptDraws(model)
+    drawn = draws.get_state()
+
+    def run() -> list[torch.Tensor]:
+        given = {name: map_tensors(each, copy if name in whole else take) for name, each in inputs.items()}
+        torch.manual_seed(0)
+        with draws.at(drawn):
+            return tensors_of(map_tensors(Arguments(model).call(model, given), torch.Tensor.clone))
+
+    try:
+        with as_before(model), attributes_kept(model), torch.no_grad():
+            one, other = run(), run()
+            third = run()
+    except Exception as error:
+        _log.info("whether forward keeps something was not looked at: %s: %s", type(error).__name__, error)
+        return ""
+    # The first may be another one where a table is made by the first call.
+    if _differ(one, other) and _differ(other, third):
+        raise PipelineError(
+            "the model gives something else when it is called again with the same arguments: forward goes on from what "
+            "it has kept in an attribute, a list or a variable, as a state that is handed from batch to batch; a "
+            f"pipeline calls it for each micro-batch, {times} times a batch over all replicas, and one process once: "
+            "give such a state as an argument and return the next, or take microbatches=1 and one replica; "
+            "PlanOptions(check=False) trains it as it is"
+        )
+    return ""
+
+
+def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Tell whether two results differ by more than what the order of sums does."""
+    if [each.shape for each in ones] != [each.shape for each in others]:
+        return True
+    for one, other in zip(ones, others, strict=True):
+        if not (one.is_floating_point() or one.is_complex()):
+            if not torch.equal(one, other):
+                return True
+            continue
+        finite = one[one.isfinite()].abs()
+        largest = float(finite.max()) if finite.numel() else 0.0
+        tolerance = 1e-8 if one.dtype in (torch.float64, torch.complex128) else 8 * torch.finfo(one.dtype).eps
+        if not torch.allclose(one, other, rtol=0.0, atol=max(tolerance, 1e-8) * largest, equal_nan=True):
+            return True
+    return False
