@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
-from everstep.pipeline.left_behind import WatchedLoss, check_left_behind  # noqa: E402
+from everstep.pipeline.left_behind import WatchedLoss, check_left_behind, check_second_forward  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -137,3 +137,59 @@ def test_all_ranks_refuse_it_before_anything_else_calls_the_loss(kind: str) -> N
 def test_a_step_without_an_example_of_targets_ends_on_all_ranks_with_the_reason() -> None:
     for said in ranks.run(2, _train, "zero", 1, False):
         assert "the loss reads the attribute 'aux_loss'" in said
+
+
+class Keeping(nn.Module):  # type: ignore[misc]
+    """Keeps a state, or a table for each length, in an attribute; there are no modules in it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.tables = kind, {}
+        self.state = torch.zeros(4, dtype=torch.float64) if kind == "state" else None
+        self.generator = torch.Generator()
+
+    def forward(self, x: Any) -> Any:
+        if self.kind == "noise":
+            return x + torch.rand(x.shape, dtype=x.dtype, generator=self.generator)
+        if self.kind == "tables":
+            length = x.shape[1]
+            if length not in self.tables:
+                self.tables[length] = torch.arange(length, dtype=x.dtype).sin()
+            return x + self.tables[length]
+        if self.state is not None:
+            x = x + self.state
+        self.state = x.mean(0).detach()
+        return x
+
+
+def _keeping(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4).double(), Keeping(kind), nn.Tanh(), nn.Linear(4, 4).double())
+
+
+@pytest.mark.parametrize("kind", ["state", "none at first"])
+def test_a_state_that_goes_from_call_to_call_is_refused(kind: str) -> None:
+    model = _keeping(kind)
+    before = model[1].state
+    with pytest.raises(PipelineError, match=r"called again with the same arguments.* 6 times a batch.*as an argument"):
+        check_second_forward(model, {"input": X}, frozenset(), 6)
+    assert model[1].state is before
+
+
+def test_a_table_that_the_first_call_makes_passes_and_so_does_a_generator_of_a_module() -> None:
+    for model in (_keeping("tables"), _keeping("noise"), nn.Sequential(nn.Linear(4, 4).double(), nn.Dropout(0.5))):
+        assert check_second_forward(model, {"input": X}, frozenset(), 6) == ""
+
+
+def _train_with_tables(rank: int) -> list[float]:
+    model = _keeping("tables")
+    plan = PlanOptions(stage_of={"3": 1}, costs="counted")
+    with pipeline(model, X, torch.nn.functional.mse_loss, targets=X, plan=plan) as run:
+        return [run.step(X, X).loss, run.step(-X, X).loss]
+
+
+def test_counted_costs_leave_no_table_without_data() -> None:
+    model = _keeping("tables")
+    expected = [float(nn.functional.mse_loss(model(each), X).detach()) for each in (X, -X)]
+    for losses in ranks.run(2, _train_with_tables):
+        assert losses == pytest.approx(expected, rel=1e-10)
