@@ -29,7 +29,7 @@ from everstep.agent.node.node_agent import NodeAgent
 from everstep.agent.ranks.events import Event, RankStarted
 from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.http_server import Handler, HttpServer
-from everstep.agent.wire.leader_client import LeaderClient
+from everstep.cli.leader_client import LeaderClient
 
 SOFT_LIMIT = 1024
 AGENTS_PER_PROCESS = 300  # two files each: what it listens on, and the leader's link
@@ -167,7 +167,6 @@ def _lead(addresses: dict[int, str], token: bytes) -> int:
     state = client.state()
     while state["phase"] != "running" and time.monotonic() < deadline:
         state = client.state(after=f"{state['incarnation']}:{state['version']}", wait=5)
-    client.close()
     return int(state["generation"])
 
 

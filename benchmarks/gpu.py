@@ -130,7 +130,9 @@ def restore_row(size: int, device: torch.device, store: Path, memory: Path) -> S
     for number in range(REPEATS + 1):
         fresh = Model(size, device)
         fresh.step()
-        with everstep.checkpointer(store, memory=memory / str(number), every_steps=10**9) as ckpt:
+        with everstep.checkpointer(
+            store, every_steps=10**9, memory=everstep.MemoryOptions(directory=memory / str(number))
+        ) as ckpt:
             ours = timed(fresh, partial(ckpt.restore, **fresh.objects()))
 
         def read() -> None:
@@ -152,8 +154,13 @@ def measure(size: int, device: torch.device, folder: Path, memory: Path) -> dict
     """Measure all rows with one store."""
     model = Model(size, device)
     model.step()
-    options: dict[str, Any] = {"every_steps": 10**9, "keep_last": 2, "linger": 5.0}
-    with everstep.checkpointer(folder / "store", memory=memory / "save", **options) as ckpt:
+    with everstep.checkpointer(
+        folder / "store",
+        every_steps=10**9,
+        keep_last=2,
+        memory=everstep.MemoryOptions(directory=memory / "save"),
+        times=everstep.TimeOptions(linger=5.0),
+    ) as ckpt:
         ckpt.track(**model.objects())
         rows = stall_rows(model, ckpt, folder)
         rows["train-cost"] = train_cost_row(model, ckpt, 1000)

@@ -23,6 +23,7 @@ from everstep.checkpoint.restore.consensus import RestoreConsensus
 from everstep.checkpoint.restore.proposals import make_proposal
 from everstep.checkpoint.restore.restorer import Restorer
 from everstep.checkpoint.session.checkpointer import Checkpointer
+from everstep.checkpoint.session.options import MemoryOptions
 from everstep.checkpoint.slots import slot_marks, slots
 
 # Times a plain read, the same, one into new memory, a copy, as many bytes through a socket over a link of 10 Gbit/s.
@@ -62,7 +63,9 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
     objects = state.made(size)
     memory, nothing = _shared(folder / "memory"), folder / "nothing"
     with ExitStack() as stack:
-        ckpt = stack.enter_context(Checkpointer(folder / "ours", every="365d", slots=1, memory=memory))
+        ckpt = stack.enter_context(
+            Checkpointer(folder / "ours", every="365d", memory=MemoryOptions(directory=memory, slots=1))
+        )
         ckpt.track(**objects)
         ckpt.save(1)
         ckpt.wait()

@@ -44,8 +44,9 @@ def _run(store: str) -> float:
 def _save(store: Path) -> None:
     from benchmarks.checkpoint import state
     from everstep.checkpoint.session.checkpointer import Checkpointer
+    from everstep.checkpoint.session.options import MemoryOptions
 
-    with Checkpointer(store, every="365d", slots=1) as ckpt:
+    with Checkpointer(store, every="365d", memory=MemoryOptions(slots=1)) as ckpt:
         ckpt.track(**state.made(SIZE))
         ckpt.save(1)
 
@@ -63,7 +64,7 @@ def main() -> None:
     if store:
         import everstep
 
-        ckpt = everstep.checkpointer(store, every="365d", slots=1)
+        ckpt = everstep.checkpointer(store, every="365d", memory=everstep.MemoryOptions(slots=1))
         assert ckpt.restore(model=model, optimizer=optimizer).step == 1
     torch.stack([layer(torch.ones(1, layer.in_features)).sum() for layer in model]).sum().backward()
     optimizer.step()

@@ -70,8 +70,8 @@ class Bench:
         return self.leader.phase
 
     @property
-    def ledger(self) -> list[tuple[str, str, int | None]]:
-        return [(e.id, e.cause, e.index) for e in self.leader.budget.ledger]
+    def history(self) -> list[tuple[str, str, int | None]]:
+        return [(e.id, e.cause, e.index) for e in self.leader.budget.history]
 
     # What happens
 

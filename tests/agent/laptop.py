@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from everstep import agent_zip
-from everstep.agent.wire.leader_client import LeaderClient
+from everstep.cli.leader_client import LeaderClient
 
 from .bench import JOB
 

@@ -22,6 +22,14 @@ def test_a_nonce_expires() -> None:
     assert len(store) == 0
 
 
+def test_a_nonce_knows_its_age_until_it_is_taken() -> None:
+    store = auth.NonceStore()
+    nonce = store.issue(100.0)
+    assert (store.age(nonce, 117.0), store.age("0" * 32, 117.0)) == (17.0, 0.0)
+    assert store.take(nonce, 117.0)
+    assert store.age(nonce, 118.0) == 0.0
+
+
 def test_open_nonces_are_bounded_and_the_oldest_goes_first() -> None:
     store = auth.NonceStore(limit=3)
     first, *others = [store.issue(0.0) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The ledger names the failure that the others are echoes of."""
+"""The generation history names the failure that the others are echoes of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ECHO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer
 
 
 def entry(bench: Bench) -> tuple[str, int | None, int | None]:
-    last = bench.leader.budget.ledger[-1]
+    last = bench.leader.budget.history[-1]
     return last.cause, last.index, last.rank
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.system.faults import explain_fault, is_of_the_pod
+from everstep.agent.system.faults import explain_fault, is_pod_fault
 from everstep.agent.system.tasks import Tasks
 from everstep.checkpoint.format.keys import Attempt
 from everstep.checkpoint.publish.fence import explain_fence
@@ -37,7 +37,7 @@ def wrapper(folder: Path, agent: int, shell: str) -> str:
 @needs_root
 @pytest.mark.parametrize(("volume", "file"), [("ml", "hyperparameters.json"), ("run", "fence.json.new")])
 def test_a_full_disk_is_not_the_applications_fault(tmp_path: Path, volume: str, file: str) -> None:
-    """The pod is lost, with the file and what to do in the ledger, and the job waits for another."""
+    """The pod is lost, with the file and what to do in the generation history, and the job waits for another."""
     full = tmp_path / "job/node-1" / volume
     full.mkdir(parents=True)
     (full / "input/config").mkdir(parents=True)
@@ -46,10 +46,10 @@ def test_a_full_disk_is_not_the_applications_fault(tmp_path: Path, volume: str, 
     fill += f"; cat /dev/zero > {full}/filler 2>/dev/null"
     python = wrapper(tmp_path / "bin", 1, f"""exec unshare --mount sh -c '{fill}; exec "$@"' sh "$@" """)
     with Laptop(tmp_path / "job", ["sleep", "600"], python=python) as job:
-        state = job.until(lambda s: s["ledger"], "an ended generation")
+        state = job.until(lambda s: s["generationHistory"], "an ended generation")
         assert job.agents[1].wait(60) == 1
         state = job.until(lambda s: s["missing"] == [1], "the lost pod")
-        (entry,) = state["ledger"]
+        (entry,) = state["generationHistory"]
         assert (entry["cause"], entry["index"]) == ("PodLost", 1)
         assert f"{file}: No space left on device: free space" in entry["message"]
         word = job.word(1)
@@ -100,8 +100,8 @@ async def test_a_mistake_in_the_heartbeats_ends_the_agent_and_names_the_node(tmp
         agents[1].node._look_at_lease = lambda: 1 / 0  # type: ignore[method-assign,assignment]
         ended = await asyncio.wait_for(agents[1].node.ended, 60)
         assert (ended.result, ended.message) == ("left", "the agent failed: ZeroDivisionError('division by zero')")
-        await until(lambda: leader.state()["ledger"])
-        entry = leader.state()["ledger"][0]
+        await until(lambda: leader.state()["generationHistory"])
+        entry = leader.state()["generationHistory"][0]
         assert (entry["cause"], entry["message"]) == ("PodLost", f"node 1: {ended.message}")
 
 
@@ -175,6 +175,6 @@ def test_what_a_pod_lacks_is_said_with_what_to_do(error: Exception, said: str) -
 
 
 def test_a_program_that_is_missing_is_the_applications() -> None:
-    assert not is_of_the_pod(FileNotFoundError(errno.ENOENT, "No such file or directory"))
-    assert not is_of_the_pod(ValueError("embedded null byte"))
-    assert is_of_the_pod(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
+    assert not is_pod_fault(FileNotFoundError(errno.ENOENT, "No such file or directory"))
+    assert not is_pod_fault(ValueError("embedded null byte"))
+    assert is_pod_fault(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))

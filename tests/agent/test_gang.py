@@ -15,7 +15,7 @@ import pytest
 from everstep.agent.leader.leader_state import LeaderState
 from everstep.agent.leader.node_links import Links
 from everstep.agent.node.announce import announce_agent
-from everstep.agent.node.fencing import LeaderLease, SuspendDetector, answers_tls, make_client_hello
+from everstep.agent.node.fencing import LeaderLease, StallDetector, answers_tls, make_client_hello
 from everstep.agent.ranks.events import DaemonExited, DaemonOutput, RankProgressed
 from everstep.agent.system.host_names import addresses_of
 from everstep.agent.wire.generation_layout import GenerationLayout
@@ -38,7 +38,7 @@ async def test_a_failure_anywhere_is_a_new_generation_everywhere(tmp_path: Path)
         agents[2].processes.exit(7, "ValueError: no")
         await until(lambda: leader.generation == 2 and leader.phase == "running")
         assert [a.processes.generations for a in agents] == [[(1, 1), (1, 2)]] * 3
-        (entry,) = leader.state()["ledger"]
+        (entry,) = leader.state()["generationHistory"]
         assert (entry["id"], entry["index"], entry["rank"], entry["exitCode"]) == ("1.1", 2, 4, 7)
         assert (entry["message"], entry["logTail"]) == ("ValueError: no", ["last line"])
 
@@ -70,6 +70,18 @@ async def test_an_agent_whose_leader_leaves_first_ends_as_the_job_did(
         monkeypatch.setattr(AgentLink, "flushed", left)
         await agents[1].node.finish(ended.result)
         assert ended.result == "succeeded"
+
+
+async def test_an_agent_that_joins_after_the_end_hears_of_it(tmp_path: Path) -> None:
+    """Its leader was told to stop while it dialled: nobody else would tell this agent to leave."""
+    async with gang(tmp_path, 2) as agents:
+        leader, leading = leader_of(agents), agents[0].leading
+        assert leading is not None
+        leader.stop(agents[0].node._clock(), "enough")
+        leading._pump()
+        assert not agents[1].node.linked
+        await until(agents[1].node.ended.done, "it has joined")
+        assert (await agents[1].node.ended).result == "stopped"
 
 
 async def test_progress_reaches_the_leader(tmp_path: Path) -> None:
@@ -106,7 +118,7 @@ async def test_an_agent_that_vanishes_ends_the_generation(tmp_path: Path) -> Non
         await until(lambda: leader.phase == "running")
         await agents[1].vanish()
         await until(lambda: leader.phase == "forming")
-        assert leader.state()["ledger"][0]["cause"] == "PodLost"
+        assert leader.state()["generationHistory"][0]["cause"] == "PodLost"
         assert leader.state()["missing"] == [1]
         assert not agents[0].processes.running
         successor = Agent(tmp_path, local(2, 1))
@@ -147,7 +159,7 @@ async def test_a_replacement_joins_by_its_own_word_and_stops_announcing(tmp_path
         word = asyncio.ensure_future(announce_agent(agents[0].address, TOKEN, successor.node))
         await until(lambda: leader.phase == "running" and leader.generation == 2)
         await asyncio.wait_for(word, 2 * REQUEST_TIMEOUT_SECONDS)
-        assert leader.state()["ledger"][0]["cause"] == "PodLost"
+        assert leader.state()["generationHistory"][0]["cause"] == "PodLost"
         await successor.vanish()
 
 
@@ -251,7 +263,7 @@ async def test_a_dial_that_ends_well_after_it_was_called_off_is_no_second_agent(
         for agent in agents:
             agent.processes.exit()
         await until(lambda: leader.outcome is not None)
-        assert (leader.generation, list(leader.budget.ledger)) == (1, [])
+        assert (leader.generation, list(leader.budget.history)) == (1, [])
 
 
 async def test_a_leader_of_another_epoch_wants_no_announcement(tmp_path: Path) -> None:
@@ -291,7 +303,7 @@ async def test_a_leader_of_a_higher_epoch_takes_over_survivors(tmp_path: Path) -
         assert successor.leader is not None
         await until(lambda: successor.leader.phase == "running")  # type: ignore[union-attr]
         assert agents[1].processes.generations == [(1, 1), (2, 1)]
-        assert successor.leader.state()["ledger"] == []
+        assert successor.leader.state()["generationHistory"] == []
         await successor.vanish()
 
 
@@ -318,7 +330,7 @@ async def test_a_leaving_node_tells_before_it_goes(tmp_path: Path) -> None:
         assert agents[1].processes.stops == [3.0]
         assert (agents[1].node.ended.result().result, agents[1].node.ended.result().exit_code) == ("left", 143)
         await until(lambda: leader.phase == "forming")
-        assert leader.state()["ledger"][0]["cause"] == "Leaving"
+        assert leader.state()["generationHistory"][0]["cause"] == "Leaving"
         assert agents[0].processes.stops == [110.0]
 
 
@@ -407,15 +419,18 @@ async def test_strict_fencing_stops_ranks_that_start_without_a_lease(tmp_path: P
         node._lease.renewed -= 3600.0
         await until(lambda: agents[1].processes.generations[-1] == (1, 2), "the next generation")
         node._look_at_lease()
-        await until(lambda: [e["cause"] for e in leader.state()["ledger"]][1:2] == ["Fenced"], "the next one has ended")
+        await until(
+            lambda: [e["cause"] for e in leader.state()["generationHistory"]][1:2] == ["Fenced"],
+            "the next one has ended",
+        )
         assert fence(agents[1])["fenced"]
 
 
 async def test_strict_fencing_stops_a_leader_without_a_lease(tmp_path: Path) -> None:
     async with gang(tmp_path, 2, fence_timeout=2.0, fencing="strict") as agents:
         leader = leader_of(agents)
-        await until(lambda: leader.state()["ledger"], "an interruption")
-        assert leader.state()["ledger"][0]["cause"] == "Fenced"
+        await until(lambda: leader.state()["generationHistory"], "an interruption")
+        assert leader.state()["generationHistory"][0]["cause"] == "Fenced"
         assert not any(a.processes.running for a in agents)
 
 
@@ -426,7 +441,7 @@ async def test_a_leader_that_was_starved_past_its_lease_starts_nothing_before_it
         await until(lambda: leader.phase == "running")
         leading._lease.timeout = 0.0
         agents[1].processes.exit(1, "ValueError: no")
-        await until(lambda: leader.state()["ledger"] and leader.phase == "forming")
+        await until(lambda: leader.state()["generationHistory"] and leader.phase == "forming")
         assert leader.held
         assert [a.processes.generations for a in agents] == [[(1, 1)]] * 2
 
@@ -439,14 +454,14 @@ async def test_a_machine_that_was_suspended_past_the_lease_stops_its_ranks(tmp_p
         await until(lambda: leader.phase == "running")
         agents[asleep].suspended = 3600.0
         agents[1].node.handle({"type": "ping", "age": 1.0})
-        await until(lambda: leader.state()["ledger"], "an interruption")
-        assert leader.state()["ledger"][0]["cause"] in ("Fenced", "PodLost")
+        await until(lambda: leader.state()["generationHistory"], "an interruption")
+        assert leader.state()["generationHistory"][0]["cause"] in ("Fenced", "PodLost")
         assert agents[asleep].processes.generations[0] == (1, 1)
 
 
 def test_what_is_read_right_after_a_suspension_is_as_much_older() -> None:
     now, asleep = 100.0, 0.0
-    suspensions = SuspendDetector(lambda: now, lambda: now + asleep)
+    suspensions = StallDetector(lambda: now, lambda: now + asleep, 1.0)
     assert suspensions.age() == 0.0
     asleep = 3600.0
     assert suspensions.age() == 3600.0

@@ -49,9 +49,9 @@ async def test_an_impossible_frame_ends_only_the_link_of_its_sender(tmp_path: Pa
         other, link = leading._links.get(2), sender._channel
         assert isinstance(link, AgentLink)
         link.send(frame)
-        await until(lambda: leader.budget.ledger or agents[0].node.ended.done(), "the end of the generation")
+        await until(lambda: leader.budget.history or agents[0].node.ended.done(), "the end of the generation")
         assert not agents[0].node.ended.done(), agents[0].node.ended.result()
-        assert (leader.budget.ledger[0].cause, leader.budget.ledger[0].index) == ("PodLost", 1)
+        assert (leader.budget.history[0].cause, leader.budget.history[0].index) == ("PodLost", 1)
         assert leading._links.get(2) is other
         await until(lambda: leader.phase == "running")
 
@@ -82,7 +82,7 @@ async def test_a_leader_goes_on_after_the_newest_generation_that_a_node_knows(tm
         leading.lost(1, "it was cut off")
         await until(lambda: leader.phase == "running" and leader.generation == 10)
         assert node.order == (1, 10)
-        assert [entry.id for entry in leader.budget.ledger] == ["1.1"]
+        assert [entry.id for entry in leader.budget.history] == ["1.1"]
 
 
 @pytest.mark.parametrize("order", [(2, 1), (1, 10**9), (1, 2**53)])

@@ -69,7 +69,7 @@ class World(RuleBasedStateMachine):
             assert agent.linked, f"node {number} has not joined"
             assert not agent.leaving or "leaving" in agent.link, f"node {number} said that it leaves"
             assert not agent.alive, f"node {number} still has ranks"
-        charged = [e for e in self.leader.budget.ledger if e.application]
+        charged = [e for e in self.leader.budget.history if e.application]
         assert len(charged) <= self.granted, "more restarts than were granted"
         self.started.append(order)
         for agent in self.agents:
@@ -174,10 +174,10 @@ class World(RuleBasedStateMachine):
     @rule(allowance=st.integers(0, 3))
     def poll(self, allowance: int) -> None:
         """The operator charges what it sees, and grants anew."""
-        ledger = self.leader.state()["ledger"]
-        charged = [e for e in ledger if e["cause"] in ("Application", "OutOfMemory")]
+        history = self.leader.state()["generationHistory"]
+        charged = [e for e in history if e["cause"] in ("Application", "OutOfMemory")]
         self.granted = len(charged) + allowance
-        self.leader.note_poll(self.now, ledger[-1]["id"] if ledger else "", allowance)
+        self.leader.note_poll(self.now, history[-1]["id"] if history else "", allowance)
         self.obey()
 
     @rule(held=st.booleans())
@@ -205,7 +205,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def each_generation_ends_once(self) -> None:
-        ids = [(e.epoch, e.generation) for e in self.leader.budget.ledger]
+        ids = [(e.epoch, e.generation) for e in self.leader.budget.history]
         assert ids == sorted(set(ids))
 
     @invariant()

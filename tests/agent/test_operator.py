@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everstep.agent.wire.protocol import Gpu
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.plan.actions import LeaderPoll
+from everstep_operator.plan.leader_view import SickGpu
 
 from .fakes import TOKEN, gang, until
 
@@ -28,11 +30,17 @@ async def test_state_charges_peers_and_stop(tmp_path: Path) -> None:
             await until(lambda: not polled.commands)
             assert polled.pushed[1] == 1
 
-            agents[1].processes.exit(7, "ValueError: no")
-            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.ledger)
+            agents[1].node.gpus((Gpu("GPU-1", "H100"), Gpu("GPU-2", "H100", "no spare memory rows")))
+            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.sick_gpus)
             view = poller.view(KEY, "pod-a")
             assert view is not None
-            (entry,) = view.ledger
+            assert view.sick_gpus == (SickGpu(1, "H100", "no spare memory rows"),)
+
+            agents[1].processes.exit(7, "ValueError: no")
+            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.history)
+            view = poller.view(KEY, "pod-a")
+            assert view is not None
+            (entry,) = view.history
             assert (entry.id, entry.cause, entry.index, entry.rank) == ("1.1", "Application", 1, 2)
             assert entry.message == "ValueError: no"
 

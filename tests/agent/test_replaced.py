@@ -46,7 +46,7 @@ async def test_an_agent_that_was_silent_hears_that_its_ranks_may_publish_no_more
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By then another one may have its place, and no leader ever dials it again."""
-    monkeypatch.setattr(AgentConfig, "silence", property(lambda _: 0.5))
+    monkeypatch.setattr(AgentConfig, "silence", property(lambda config: 0.5 if config.leads else 1000.0))
     async with gang(tmp_path, 2, fence_timeout=1000.0) as agents:
         leader, silent = leader_of(agents), agents[1]
         await until(lambda: leader.phase == "running")

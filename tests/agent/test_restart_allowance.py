@@ -28,7 +28,7 @@ def test_the_total_holds_for_an_operator_that_lags_behind(total: int, causes: li
             charged = causes[:seen].count(APPLICATION)
             if charged <= total:
                 budget.grant(f"1.{seen}" if seen else "", total - charged)
-        if budget.exhausted():
+        if budget.find_exhausting_failure():
             break
         restarts += cause == APPLICATION
     assert restarts == min(total, causes.count(APPLICATION))
@@ -38,6 +38,6 @@ def test_entries_of_an_older_epoch_are_charged_already() -> None:
     budget = RestartAllowance(0, 0.0)
     budget.grant("7.3", 1)
     budget.record_end(EndedGeneration(8, 1, APPLICATION, 0, 0, 1, None, "", (), 0.0, 0.0), 1.0)
-    assert budget.exhausted() is None
+    assert budget.find_exhausting_failure() is None
     budget.record_end(EndedGeneration(8, 2, APPLICATION, 0, 0, 1, None, "", (), 0.0, 0.0), 1.0)
-    assert budget.exhausted() is not None
+    assert budget.find_exhausting_failure() is not None

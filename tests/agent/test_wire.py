@@ -13,8 +13,8 @@ import pytest
 from everstep.agent.ranks.events import RankExited, RankProgressed
 from everstep.agent.wire import auth, http_server
 from everstep.agent.wire.http_client import RequestRejected
-from everstep.agent.wire.leader_client import LeaderClient, LeaderError, NotAuthentic
 from everstep.agent.wire.link import AgentLink, LinkClosed, dial_agent
+from everstep.cli.leader_client import LeaderClient
 
 from .fakes import TOKEN, Agent, gang, until
 
@@ -293,8 +293,8 @@ async def test_no_number_of_ranks_that_fail_with_long_last_words_breaks_a_link(
     for rank in range(200):
         message, tail = f"rank {rank}: {letter * 2000}", (letter * 400,) * 20
         node.emit(RankExited(leader.generation, rank, rank, 1, None, False, message, tail))
-    await until(lambda: leader.state()["ledger"])
-    (entry,) = leader.state()["ledger"]
+    await until(lambda: leader.state()["generationHistory"])
+    (entry,) = leader.state()["generationHistory"]
     assert (entry["cause"], entry["index"], entry["rank"]) == ("Application", 1, 0)
     assert entry["message"].startswith(f"rank 0: {letter * 1000}")
     assert entry["logTail"] == [letter * 400] * 20
@@ -322,8 +322,8 @@ async def test_a_failure_whose_last_words_are_not_sent_is_still_known_for_an_ech
         node.emit(RankExited(leader.generation, rank, rank, 134, 6, False, "killed by SIGABRT", lines))
     await until(lambda: leader.phase == "stopping")
     agents[0].node.emit(RankExited(leader.generation, 99, 0, 1, None, False, "ValueError: boom", ()))
-    await until(lambda: leader.state()["ledger"])
-    (entry,) = leader.state()["ledger"]
+    await until(lambda: leader.state()["generationHistory"])
+    (entry,) = leader.state()["generationHistory"]
     assert (entry["rank"], entry["message"]) == (99, "ValueError: boom")
 
 
@@ -341,32 +341,44 @@ async def test_the_client_polls_pushes_and_stops(agents: list[Agent]) -> None:
         after = f"{state['incarnation']}:{state['version']}"
         assert state["phase"] == "running"
         client.peers(1, {0: agents[0].address, 1: agents[1].address})
-        with pytest.raises(LeaderError, match="409"):
+        with pytest.raises(RequestRejected, match="409"):
             client.peers(2, {})
         client.stop("enough")
         assert client.state(after, wait=5)["version"] > state["version"]
-        client.close()
 
     await asyncio.to_thread(talk)
     await until(lambda: leader.phase == "ended")
     assert agents[1].node.ended.result().result == "stopped"
 
 
-async def test_the_client_survives_an_expired_nonce_and_a_closed_connection(agents: list[Agent]) -> None:
-    def talk() -> None:
-        client = LeaderClient(agents[0].address, TOKEN)
-        client.state()
-        client._nonce = auth.new_nonce()
-        client.state()
-        assert client._connection.sock is not None
-        client._connection.sock.close()
-        client.state()
+@pytest.mark.parametrize(
+    ("said", "error", "match"),
+    [
+        (b"", ConnectionError, "before the answer was complete"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n{", ConnectionError, "before the answer was complete"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999\r\n\r\n", RequestRejected, "bytes, more than"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", RequestRejected, "bytes, more than"),
+        (b"no words of HTTP\r\n\r\n", RequestRejected, "not HTTP"),
+    ],
+    ids=["nothing", "half", "too much", "less than nothing", "no HTTP"],
+)
+async def test_what_is_no_answer_is_an_error_that_says_so(said: bytes, error: type[Exception], match: str) -> None:
+    """Somebody else may listen at a leader's address: a hang-up is no rejection, and no answer fills our memory."""
 
-    await asyncio.to_thread(talk)
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    client = LeaderClient("{}:{}".format(*server.sockets[0].getsockname()[:2]), TOKEN)
+    with pytest.raises(error, match=match):
+        await asyncio.to_thread(client.state)
+    server.close()
 
 
 async def test_the_client_trusts_nobody_without_the_token(agents: list[Agent]) -> None:
-    with pytest.raises(LeaderError, match="401"):
+    with pytest.raises(RequestRejected, match="401"):
         await asyncio.to_thread(LeaderClient(agents[0].address, b"wrong" * 8).state)
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -377,7 +389,7 @@ async def test_the_client_trusts_nobody_without_the_token(agents: list[Agent]) -
 
     server = await asyncio.start_server(impostor, "127.0.0.1", 0)
     address = "{}:{}".format(*server.sockets[0].getsockname()[:2])
-    with pytest.raises(NotAuthentic):
+    with pytest.raises(RequestRejected, match="not authentic"):
         await asyncio.to_thread(LeaderClient(address, TOKEN).state)
     server.close()
 

@@ -32,7 +32,7 @@ def test_restarts_in_place_and_succeeds_under_every_python(tmp_path: Path, versi
     with Laptop(tmp_path, ["sh", "-c", FAIL_ONCE], python=python, zipped=True) as job:
         state = job.until(lambda s: s["outcome"])
         assert state["outcome"]["result"] == "succeeded"
-        assert [(e["id"], e["rank"], e["exitCode"]) for e in state["ledger"]] == [("1.1", 1, 7)]
+        assert [(e["id"], e["rank"], e["exitCode"]) for e in state["generationHistory"]] == [("1.1", 1, 7)]
         assert job.exit_codes() == [0, 0]
         assert [job.word(i)["result"] for i in range(2)] == ["succeeded"] * 2
 
@@ -89,7 +89,7 @@ def test_a_pod_that_is_told_to_stop_says_so_and_its_ranks_may_finish(tmp_path: P
         assert job.word(1)["result"] == "left"
         assert "saved" in job.log(1)
         state = job.until(lambda s: s["phase"] == "forming")
-        assert [(e["cause"], e["index"]) for e in state["ledger"]] == [("Leaving", 1)]
+        assert [(e["cause"], e["index"]) for e in state["generationHistory"]] == [("Leaving", 1)]
         assert "saved" in job.log(0)
         job.start(1)
         assert job.until(lambda s: s["phase"] == "running")["generation"] == 2
@@ -103,7 +103,7 @@ def test_a_leader_that_is_told_to_stop_stops_all_and_a_new_one_goes_on(tmp_path:
         assert job.word(0)["result"] == "left"  # not an outcome: the job goes on
         job.start(0, epoch=2)
         job.introduce(epoch=2)
-        assert job.until(lambda s: s["phase"] == "running")["ledger"] == []
+        assert job.until(lambda s: s["phase"] == "running")["generationHistory"] == []
         assert job.agents[1].poll() is None
 
 
@@ -234,8 +234,8 @@ def test_the_last_word_fits_the_termination_log() -> None:
     from everstep.agent.node.termination_message import encode_termination_message
 
     word = {"result": "failed", "message": "\u00e9" * 5000, "logTail": ["x" * 5000 for _ in range(100)]}
-    word["ledger"] = [f"{2**31}.{2**31} OutOfMemory"] * LAST_CHARGES
+    word["generationHistory"] = [f"{2**31}.{2**31} OutOfMemory"] * LAST_CHARGES
     data = encode_termination_message(word)
     assert len(data) <= 4096
     assert json.loads(data)["result"] == "failed"
-    assert json.loads(data)["ledger"] == word["ledger"], "nobody else can tell it any more"
+    assert json.loads(data)["generationHistory"] == word["generationHistory"], "nobody else can tell it any more"

@@ -147,7 +147,7 @@ async def test_the_first_cause_is_the_failed_rank(
         ("kill", 137, 9, "killed by SIGKILL"),
     ],
 )
-def test_the_leaders_ledger_names_the_failed_rank_of_another_node(
+def test_the_leaders_history_names_the_failed_rank_of_another_node(
     tmp_path: Path, mpi_program: Path, what: str, code: int, signum: int | None, message: str
 ) -> None:
     """Between agents as they are. mpirun, beside the leader, tells its own code for either end."""
@@ -155,7 +155,7 @@ def test_the_leaders_ledger_names_the_failed_rank_of_another_node(
     command, mpi = [str(mpi_program), what], {"kind": "mpi", "options": []}
     with Laptop(tmp_path, command, procs=2, distribution=mpi, restart=restart, restartGraceSeconds=1) as leader:
         state = leader.until(lambda s: s["outcome"])
-        (entry,) = state["ledger"]
+        (entry,) = state["generationHistory"]
         assert (entry["cause"], entry["index"], entry["rank"]) == ("Application", 1, 3)
         assert (entry["exitCode"], entry["signal"], entry["message"]) == (code, signum, message)
         assert (state["outcome"]["result"], state["outcome"]["exitCode"]) == ("failed", code)

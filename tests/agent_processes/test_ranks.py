@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,10 @@ async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, p
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "KEPT": "yes",
+        "EVERSTEP_NODE_NAME": "n",  # by which the checkpoint library knows its machine
     }
     assert {name: env.get(name) for name in expected} == expected
-    assert not [
-        name for name in env if name.startswith("EVERSTEP_POD") or name in ("EVERSTEP_NODE_NAME", "EVERSTEP_INDEX")
-    ]
+    assert not [name for name in env if name.startswith("EVERSTEP_POD") or name == "EVERSTEP_INDEX"]
     assert env["EVERSTEP_PROGRESS"].endswith("/progress/1")
 
 
@@ -138,29 +138,46 @@ async def test_an_agent_whose_program_is_on_a_volume_that_hangs_hears_its_leader
         assert await node.stop() is None
 
 
-@needs_root
-@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="mounts a volume of its own")
-async def test_an_agent_answers_while_the_volume_of_its_program_does_not(tmp_path: Path) -> None:
+@pytest.fixture
+def hung_volume(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A folder whose server never answers, and a function that ends the server: every call on it fails from then on."""
+    if os.getuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("mounts a volume of its own")
     volume = tmp_path / "volume"
     volume.mkdir()
-    libc, server = ctypes.CDLL(None), os.open("/dev/fuse", os.O_RDWR)  # one that never answers
-    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    libc, servers = ctypes.CDLL(None), [os.open("/dev/fuse", os.O_RDWR)]
+    options = f"fd={servers[0]},rootmode=40000,user_id=0,group_id=0".encode()
+
+    def fail() -> None:
+        while servers:
+            os.close(servers.pop())
+
     if libc.mount(b"hung", bytes(volume), b"fuse", 0, options) != 0:
-        os.close(server)
+        fail()
         pytest.skip("no mount is allowed here")
-    try:
-        async with Node(tmp_path, [f"{volume}/bin/python"]) as node:
-            starting = asyncio.ensure_future(node.start())
-            await node.call("lag", seconds=1.0)  # no answer would come from a loop that waits for the volume
-            os.close(server)  # the volume fails
-            server = -1
-            await starting
-            assert (await node.event("RankExited"))["exit_code"] in (126, 127)
-            assert await node.stop() is None
-    finally:
-        if server >= 0:
-            os.close(server)
-        libc.umount2(bytes(volume), 2)
+    yield volume, fail
+    fail()
+    libc.umount2(bytes(volume), 2)
+
+
+@pytest.mark.parametrize("what", ["program", "interpreter", "PATH", "HOME", "TMPDIR"])
+async def test_an_agent_answers_while_a_volume_that_a_rank_needs_does_not(
+    tmp_path: Path, hung_volume: tuple[Path, Callable[[], None]], what: str
+) -> None:
+    volume, fail = hung_volume
+    script = tmp_path / "script"
+    script.write_text(f"#!{volume}/bin/python -u\n")
+    script.chmod(0o755)
+    command = {"program": [f"{volume}/bin/python"], "interpreter": [str(script)]}.get(what, ["true"])
+    environ = {what: f"{volume}/folder:{os.environ['PATH']}" if what == "PATH" else f"{volume}/folder"}
+    async with Node(tmp_path, command, environ=environ if what.isupper() else {}) as node:
+        starting = asyncio.ensure_future(node.start())
+        await node.call("lag", seconds=1.0)  # no answer would come from a loop that waits for the volume
+        assert not starting.done()
+        fail()
+        await starting
+        assert (await node.event("RankExited"))["exit_code"] in ((0,) if what.isupper() else (126, 127))
+        assert await node.stop() is None
 
 
 async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path) -> None:
@@ -207,6 +224,62 @@ async def test_term_reaches_what_a_shell_or_a_launcher_runs_and_its_grace_is_kep
         await node.until(lambda: "up" in node.logged(), "start of the script")
         assert await node.stop(grace=30) is None
         assert saved.read_text() == "saved"
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        '"$@" 2>&1 | tee "{log}"',
+        '"$@" 2>&1 | sed -u "s/^/said /" | cat -u | tee "{log}"',
+        'exec > >(tee "{log}") 2>&1; "$@"; true',
+        'mkfifo "{log}.fifo"; tee "{log}" < "{log}.fifo" & "$@" > "{log}.fifo" 2>&1; true',
+    ],
+    ids=["tee", "filters", "substitution", "named"],
+)
+async def test_who_reads_what_a_rank_prints_hears_nothing_of_a_stop(tmp_path: Path, pipeline: str) -> None:
+    """A script that prints while it saves would fail by the broken pipe, and its last checkpoint with it."""
+    script = (
+        "import signal, sys, time, pathlib\n"
+        "def save(*_):\n"
+        "    print('saving', flush=True); time.sleep(0.5); print('still', flush=True)\n"
+        "    pathlib.Path(sys.argv[1]).write_text('saved'); print('saved', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save); print('up', flush=True); time.sleep(600)\n"
+    )
+    saved, log = tmp_path / "saved", tmp_path / "log"
+    command = ["bash", "-c", pipeline.format(log=log), "bash", sys.executable, "-c", script, str(saved)]
+    async with Node(tmp_path, command) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        assert await node.stop(grace=30) is None
+        assert saved.read_text() == "saved"
+        assert [line.split()[-1] for line in log.read_text().splitlines()] == ["up", "saving", "still", "saved"]
+
+
+async def test_a_program_that_reads_from_another_one_is_told_to_stop(tmp_path: Path) -> None:
+    """A rank in a pipe is no filter of the one that feeds it: `yes | train` would else go on until the KILL."""
+    script = "import sys, pathlib; print('up', flush=True)\nfor line in sys.stdin: pass\nimport time; time.sleep(600)"
+    command = ["bash", "-c", 'yes | "$@"', "bash", sys.executable, "-c", script]
+    async with Node(tmp_path, command) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        started = asyncio.get_running_loop().time()
+        assert await node.stop(grace=600) is None
+        assert asyncio.get_running_loop().time() - started < 300
+
+
+async def test_a_filter_that_does_not_end_holds_no_stop_up(tmp_path: Path) -> None:
+    """Something that a rank leaves behind may hold the pipe open, for ever."""
+    script = (
+        "import signal, subprocess, sys, time\n"
+        "subprocess.Popen(['sleep', '600'])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); time.sleep(600)\n"
+    )
+    async with Node(tmp_path, ["bash", "-c", '"$@" | cat -u', "bash", sys.executable, "-c", script]) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        started = asyncio.get_running_loop().time()
+        assert await node.stop(grace=600) is None
+        assert asyncio.get_running_loop().time() - started < 300
 
 
 async def test_what_a_rank_with_a_handler_runs_hears_nothing_of_a_stop(tmp_path: Path) -> None:

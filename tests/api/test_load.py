@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from everstep_operator.api.job import TrainingJob
-from everstep_operator.api.load import ManifestError, load_file, load_text
+from everstep_operator.api.load import ManifestError, load_text
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.yaml11 import YamlError, load_documents
 
@@ -27,13 +26,12 @@ def complaints(text: str) -> list[str]:
     return [str(finding) for finding in caught.value.findings]
 
 
-def test_reads_jobs_and_pools_and_skips_other_kinds(tmp_path: Path) -> None:
-    file = tmp_path / "all.yaml"
-    file.write_text(
+def test_reads_jobs_and_pools_and_skips_other_kinds() -> None:
+    loaded = load_text(
         f"{JOB}---\napiVersion: v1\nkind: Secret\n---\n\n---\n"
-        "apiVersion: everstep.dev/v1alpha1\nkind: TrainingPool\nmetadata: {name: a}\nspec: {}\n"
+        "apiVersion: everstep.dev/v1alpha1\nkind: TrainingPool\nmetadata: {name: a}\nspec: {}\n",
+        "all.yaml",
     )
-    loaded = load_file(file)
     assert [type(made) for made in loaded.objects] == [TrainingJob, TrainingPool]
     assert loaded.skipped == ["Secret"]
 

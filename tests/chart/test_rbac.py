@@ -13,6 +13,7 @@ Render = Callable[..., list[dict[str, Any]]]
 Right = tuple[str, str, str]
 
 OWN = "everstep-system"
+LEASES = "kube-node-lease"
 
 
 def rights(rules: Iterable[dict[str, Any]]) -> Iterator[Right]:
@@ -54,12 +55,22 @@ def used(*scopes: Scope) -> set[Right]:
 
 
 def test_cluster_wide_the_operator_may_do_what_it_does_and_nothing_else(render: Render) -> None:
-    assert granted(render()) == {"*": used("jobs", "cluster"), OWN: used("own")}
+    assert granted(render()) == {"*": used("jobs", "cluster"), LEASES: used("node-leases"), OWN: used("own")}
 
 
 def test_in_namespaces_the_operator_may_do_what_it_does_and_nothing_else(render: Render) -> None:
     held = granted(render(watchNamespaces=["team-a", "team-b"]))
-    assert held == {"*": used("cluster"), "team-a": used("jobs"), "team-b": used("jobs"), OWN: used("own")}
+    assert held == {
+        "*": used("cluster"),
+        "team-a": used("jobs"),
+        "team-b": used("jobs"),
+        LEASES: used("node-leases"),
+        OWN: used("own"),
+    }
+
+
+def test_without_a_use_for_leases_of_nodes_there_is_no_right_to_read_them(render: Render) -> None:
+    assert LEASES not in granted(render(nodeSilenceSeconds=0))
 
 
 def test_the_operator_s_own_namespace_may_be_one_of_the_watched(render: Render) -> None:

@@ -35,6 +35,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         watchNamespaces=["team-a", "team-b"],
         clusterDomain="corp.example",
         fenceTimeoutSeconds=60,
+        nodeSilenceSeconds=30,
         jobPods={
             "allowedServiceAccounts": ["s3-reader"],
             "allowedHostFields": ["hostNetwork"],
@@ -49,6 +50,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         "watch_namespaces": ("team-a", "team-b"),
         "cluster_domain": "corp.example",
         "fence_timeout": 60,
+        "node_silence": 30,
         "allowed_service_accounts": ("s3-reader",),
         "allowed_host_fields": ("hostNetwork",),
         "allowed_priority_classes": ("high",),

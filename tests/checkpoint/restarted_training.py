@@ -50,7 +50,11 @@ def train(folder: Path, kind: str, stop: int, kills: list[tuple[int, int]]) -> N
     with (
         (folder / f"{restart}-{rank}").open("a", buffering=1) as log,
         everstep.checkpointer(
-            folder / "store", memory=folder / "memory", every_steps=EVERY, policy="wait", timeout=60.0, linger=60.0
+            folder / "store",
+            every_steps=EVERY,
+            policy="wait",
+            memory=everstep.MemoryOptions(directory=folder / "memory"),
+            times=everstep.TimeOptions(timeout=60.0, linger=60.0),
         ) as ckpt,
     ):
         start = ckpt.restore(model=model, optimizer=optimizer, sampler=sampler)

@@ -13,14 +13,15 @@ from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.store.posix import PosixStore
+from tests.checkpoint.grouping import group_session
 
 
 def session(folder: Path, **options: Any) -> Checkpointer:
     """A session whose waits end within a test's patience."""
-    common: dict[str, Any] = {"memory": folder / "memory", "timeout": 20.0, "commit_timeout": 20.0, "linger": 20.0}
+    common: dict[str, Any] = {"directory": folder / "memory", "timeout": 20.0, "commit_timeout": 20.0, "linger": 20.0}
     if "every" not in options:
         common["every_steps"] = 10
-    return everstep.checkpointer(folder / "store", **{**common, **options})
+    return everstep.checkpointer(folder / "store", **group_session(**common | options))
 
 
 def claim(ckpt: Checkpointer) -> WriterConnection:

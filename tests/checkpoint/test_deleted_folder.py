@@ -44,7 +44,11 @@ def open_relative(rank: int, folder: Path, store: str, memory: str | None, from_
     if memory is not None and from_environment:
         os.environ["EVERSTEP_CHECKPOINT_MEMORY"] = memory
     with pytest.raises(CheckpointError) as raised:
-        everstep.checkpointer(store, memory=None if from_environment else memory, timeout=3600.0)
+        everstep.checkpointer(
+            store,
+            memory=everstep.MemoryOptions(directory=None if from_environment else memory),
+            times=everstep.TimeOptions(timeout=3600.0),
+        )
     return str(raised.value)
 
 
@@ -52,7 +56,7 @@ def open_relative(rank: int, folder: Path, store: str, memory: str | None, from_
     ("store", "memory", "from_environment", "named"),
     [
         ("store", None, False, "the store store"),
-        ("memory://store", "memory", False, "memory= memory"),
+        ("memory://store", "memory", False, "MemoryOptions.directory memory"),
         ("memory://store", "memory", True, "the memory for checkpoints memory"),
     ],
 )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.session.checkpointer import Checkpointer
+from everstep.checkpoint.session.options import MemoryOptions, TimeOptions
 from everstep.checkpoint.state.rng import Rng
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.pretended_cuda import Graph, Runtime, graph, on_gpu, pretended_cuda
@@ -168,13 +169,11 @@ def every_step(rank: int, folder: Path, policy: str, how: str) -> int:
         training = Training()
         with Checkpointer(
             folder / "store",
-            memory=folder / "memory",
             every_steps=1,
             policy=policy,  # type: ignore[arg-type]
             keep_last=20,
-            timeout=60.0,
-            commit_timeout=45.0,
-            linger=5.0,
+            memory=MemoryOptions(directory=folder / "memory"),
+            times=TimeOptions(timeout=60.0, commit_timeout=45.0, linger=5.0),
         ) as ckpt:
             ckpt.track(**training.objects())
             for step in range(1, 6):

@@ -33,7 +33,7 @@ def save_often(rank: int) -> list[tuple[int, int]]:
     from everstep.checkpoint.adapters.lightning import Generators
     from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
 
-    close_host_group(open_host_group(30.0))  # what torch makes once
+    close_host_group(open_host_group(30.0, "a test"))  # what torch makes once
     generators, trainer, counts = Generators(), SimpleNamespace(world_size=2, global_rank=rank), [held()]
     for _ in range(5):
         generators.on_save_checkpoint(trainer, None, {})
@@ -65,7 +65,12 @@ def open_sessions(rank: int, folder: Path) -> list[tuple[int, int]]:
 
     counts = []
     for _ in range(4):
-        ckpt: Any = everstep.checkpointer(folder / "store", memory=folder / "memory", every_steps=1, timeout=30.0)
+        ckpt: Any = everstep.checkpointer(
+            folder / "store",
+            every_steps=1,
+            memory=everstep.MemoryOptions(directory=folder / "memory"),
+            times=everstep.TimeOptions(timeout=30.0),
+        )
         with ckpt:
             ckpt.restore(state={"value": torch.ones(3)})
         del ckpt

@@ -152,7 +152,11 @@ def test_it_reads_what_a_training_script_has_saved(quick_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(7)).sum().backward()
     optimizer.step()
-    with everstep.checkpointer(quick_path / "store", memory=quick_path / "memory", linger=1.0) as ckpt:
+    with everstep.checkpointer(
+        quick_path / "store",
+        memory=everstep.MemoryOptions(directory=quick_path / "memory"),
+        times=everstep.TimeOptions(linger=1.0),
+    ) as ckpt:
         ckpt.track(model=model, optimizer=optimizer, sizes={"a": (1, 2.5)})
         ckpt.save(4)
     manifest, tensors = newest(quick_path / "store")

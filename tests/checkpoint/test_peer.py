@@ -302,7 +302,7 @@ def test_where_copies_find_no_room_a_run_that_insists_is_told_and_another_goes_o
     first, _second = site.pair()
     why = first.links[0].call("reserve", sizes=SIZES[:1], kept=[1 << 50])
     assert "2 slots for checkpoints and 2 copies of another node's slots need" in why
-    assert "peers=0" in why
+    assert "MemoryOptions(peers=0)" in why
     first.save(key(10))
     until(partial(is_stored, first.slots[0]), "its part is in the store")
     insists = site.node(node=2, ranks=(0,), nodes=2, secret=SECRET, insist=True)

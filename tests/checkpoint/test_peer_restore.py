@@ -48,12 +48,9 @@ def session(rank: int, folder: Path, generation: int) -> Checkpointer:
     os.environ["NODE_RANK"] = str(rank)
     return everstep.checkpointer(
         folder / "store",
-        memory=folder / f"memory-{rank}",
         attempt=(0, generation),
-        peers=1,
-        timeout=60.0,
-        commit_timeout=20.0,
-        linger=60.0,
+        memory=everstep.MemoryOptions(directory=folder / f"memory-{rank}", peers=1),
+        times=everstep.TimeOptions(timeout=60.0, commit_timeout=20.0, linger=60.0),
     )
 
 

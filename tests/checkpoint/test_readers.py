@@ -29,6 +29,7 @@ from everstep.checkpoint.slots.slot_files import MEMORY_VARIABLE
 from everstep.checkpoint.slots.slots import Slots, SlotState
 from everstep.checkpoint.store.posix import PosixStore
 from everstep.checkpoint.writer import control
+from tests.checkpoint.grouping import group_session
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, claim, steps_in, train
 from tests.checkpoint.writers import until
@@ -52,7 +53,7 @@ def on(folder: Path, memory: str, *, inherits: bool) -> None:
 
 def session(folder: Path, **options: Any) -> Checkpointer:
     common = {"every": "1h", "keep_last": 100, "timeout": PATIENCE, "commit_timeout": PATIENCE, "linger": 5.0}
-    return everstep.checkpointer(folder / "store", **{**common, **options})
+    return everstep.checkpointer(folder / "store", **group_session(**common | options))
 
 
 def pause(folder: Path, name: str) -> None:

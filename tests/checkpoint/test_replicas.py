@@ -45,7 +45,12 @@ class Normed(nn.Module):  # type: ignore[misc]  # torch is not where types are c
 
 
 def session(folder: Path) -> Checkpointer:
-    return everstep.checkpointer(folder / "store", memory=folder / "memory", every_steps=1000, timeout=60.0, linger=5.0)
+    return everstep.checkpointer(
+        folder / "store",
+        every_steps=1000,
+        memory=everstep.MemoryOptions(directory=folder / "memory"),
+        times=everstep.TimeOptions(timeout=60.0, linger=5.0),
+    )
 
 
 def train_normed(rank: int, folder: Path, how: str, first: int, last: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from everstep.checkpoint.errors import Missing
 from everstep.checkpoint.session.checkpointer import SaveFailed
 from everstep.checkpoint.store.base import open_store
 from tests.checkpoint.faults import Chooser, Fault, FaultProxy, Request
+from tests.checkpoint.grouping import group_session
 from tests.checkpoint.ranks import run
 from tests.checkpoint.s3_server import BUCKET, ENVIRONMENT
 from tests.checkpoint.writers import until
@@ -37,9 +38,9 @@ def train(rank: int, url: str, memory: Path, last: int, commit_timeout: float = 
     """Goes on from the newest to step `last`, saving at each; where it began, what it found, and what failed."""
     os.environ.update(ENVIRONMENT)
     made, failed = model(-1), []
-    options: dict[str, Any] = {"options": {"read_timeout": 1.0}, "memory": memory, "linger": 1.0, "timeout": 60.0}
+    options: dict[str, Any] = {"options": {"read_timeout": 1.0}, "directory": memory, "linger": 1.0, "timeout": 60.0}
     options["commit_timeout"] = commit_timeout
-    with everstep.checkpointer(url, every_steps=1, policy="wait", **options) as ckpt:
+    with everstep.checkpointer(url, every_steps=1, policy="wait", **group_session(**options)) as ckpt:
         ckpt.on("failed", lambda event: failed.append(event.why))
         start = ckpt.restore(model=made)
         found = float(made.weight.mean())
@@ -118,8 +119,8 @@ def test_a_store_that_is_gone_ends_no_training_and_leaves_the_last_good_one(
 def saves_last_in_an_outage(rank: int, url: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
     os.environ.update(ENVIRONMENT)
     failed: list[str] = []
-    options: dict[str, Any] = {"options": {"read_timeout": 1.0}, "memory": folder / "memory", "linger": 1.0}
-    with everstep.checkpointer(url, timeout=100.0, commit_timeout=200.0, **options) as ckpt:
+    options: dict[str, Any] = {"options": {"read_timeout": 1.0}, "directory": folder / "memory", "linger": 1.0}
+    with everstep.checkpointer(url, **group_session(timeout=100.0, commit_timeout=200.0, **options)) as ckpt:
         ckpt.on("failed", lambda event: failed.append(event.why))
         ckpt.on("stalled", lambda event: (folder / "it is known").touch() if "tried again" in event.why else None)
         made = model(1)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
 def go_on_when_told(rank: int, folder: Path, memory: str) -> tuple[int, str]:
     """The step that this job restores, and what its first step is answered when the other one has saved more."""
     model = Model()
-    with session(folder, memory=folder / memory) as ckpt:
+    with session(folder, directory=folder / memory) as ckpt:
         restored = ckpt.restore(model=model)
         (folder / f"restored-{rank}").touch()
         until((folder / "go").exists, "the other job has saved", 200.0)
@@ -59,14 +59,14 @@ def test_a_job_that_waited_for_another_does_not_go_on_from_before_what_that_has_
         assert "step 20 (attempt 0000000000.0000000001) was saved" in said
         assert "Start this run again" in said
     assert steps_in(folder) == [10, 20]
-    with session(folder, memory=folder / memory) as again:  # what was refused holds nothing
+    with session(folder, directory=folder / memory) as again:  # what was refused holds nothing
         assert again.restore(model=model).step == 20
         train(again, model, 30)
 
 
 def save_elsewhere(folder: Path, until_step: int, **options: Any) -> None:
     model = Model()
-    with session(folder, memory=folder / "memory-elsewhere", **options) as ckpt:
+    with session(folder, directory=folder / "memory-elsewhere", **options) as ckpt:
         ckpt.restore(model=model)
         train(ckpt, model, until_step)
 
@@ -102,7 +102,7 @@ def test_who_means_to_leave_newer_steps_behind_may(folder: Path, goes_on: Any) -
 
 
 def session_restores(folder: Path) -> int:
-    with session(folder, memory=folder / "memory-of-a-reader") as reader:
+    with session(folder, directory=folder / "memory-of-a-reader") as reader:
         return reader.restore(model=Model()).step
 
 

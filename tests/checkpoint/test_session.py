@@ -262,7 +262,7 @@ def test_a_save_by_hand_after_it_was_asked_for_is_what_was_asked_for(folder: Pat
 
 def test_memory_may_be_named_from_where_the_script_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    with session(folder, memory="memory") as ckpt:
+    with session(folder, directory="memory") as ckpt:
         ckpt.track(model=Model())
         ckpt.save(1)
     assert steps_in(folder) == [1]
@@ -401,7 +401,7 @@ def test_a_second_job_with_the_same_attempt_is_refused(folder: Path, monkeypatch
     """The operator gives every job (1, 1) at first; ranks of one job that are started again save on."""
     for job, step in (("one", 1), ("other", 2), ("one", 3)):
         monkeypatch.setenv("EVERSTEP_JOB", job)
-        with session(folder, attempt=(1, 1), memory=folder / f"memory of {job}") as ckpt:
+        with session(folder, attempt=(1, 1), directory=folder / f"memory of {job}") as ckpt:
             assert ckpt.restore(model=Model()).step == min(step - 1, 1), "to read is no attempt"
             if job == "other":
                 with pytest.raises(AttemptTaken, match=r"of a run job one on .* this run, job other on"):

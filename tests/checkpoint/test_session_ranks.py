@@ -90,7 +90,7 @@ def two_ranks(rank: int, folder: Path, nodes: int) -> tuple[list[int], list[str]
     model = Model()
     told: list[str] = []
     memory = folder / f"memory-{rank % nodes}"
-    with session(folder, policy="wait", every_steps=5, keep_last=10, memory=memory) as ckpt:
+    with session(folder, policy="wait", every_steps=5, keep_last=10, directory=memory) as ckpt:
         ckpt.on("saved", lambda event: told.append(f"{event.key.step}" if event.key else ""))
         ckpt.track(model=model)
         train(ckpt, model, 12, pause=0.01 * rank)
@@ -196,7 +196,7 @@ def writer_is_killed_in_the_last_save(rank: int, folder: Path) -> None:
     os.environ["NODE_RANK"] = str(rank)
     memory = folder / f"memory-{rank}"
     # A session that has just begun looks for its writer again after ten seconds.
-    with session(folder, memory=memory, commit_timeout=35.0) as ckpt:
+    with session(folder, directory=memory, commit_timeout=35.0) as ckpt:
         ckpt.track(model=Model())
         node = claim(ckpt)
         if rank == 1:
@@ -252,7 +252,7 @@ def one_cannot_start(rank: int, folder: Path) -> str:
     else:
         os.environ["NODE_RANK"] = "0"
     memory = folder / ("blocked" if rank else "memory")
-    with session(folder, memory=memory) as ckpt:
+    with session(folder, directory=memory) as ckpt:
         ckpt.restore(model=Model())
         with pytest.raises(CheckpointError) as caught:
             ckpt.step(1)

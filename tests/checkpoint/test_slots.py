@@ -189,7 +189,9 @@ def test_memory_is_allocated_beforehand_and_reused(slots: Slots) -> None:
 
 
 def test_too_little_memory_is_told_before_a_byte_is_taken(slots: Slots) -> None:
-    with pytest.raises(InsufficientMemory, match=r"2 slots for checkpoints need .* GB more memory, .* or use slots=1"):
+    with pytest.raises(
+        InsufficientMemory, match=r"2 slots for checkpoints need .* GB more memory, .* or use MemoryOptions\(slots=1\)"
+    ):
         slots.reserve([1 << 50], 2)
     assert slots[0].part(0).stat().st_size == SIZES[0]
 

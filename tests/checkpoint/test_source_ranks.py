@@ -30,7 +30,11 @@ def go_on(rank: int, folder: Path, source: int, how: str, step: int) -> dict[str
     if how == "another on each rank":
         objects["best"] = FromRank(best, rank=1 - rank)
     said = ""
-    with everstep.checkpointer(folder / "store", memory=folder / "memory", timeout=60.0, linger=5.0) as ckpt:
+    with everstep.checkpointer(
+        folder / "store",
+        memory=everstep.MemoryOptions(directory=folder / "memory"),
+        times=everstep.TimeOptions(timeout=60.0, linger=5.0),
+    ) as ckpt:
         try:
             if how == "track":
                 ckpt.track(**objects)

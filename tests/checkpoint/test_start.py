@@ -29,7 +29,8 @@ import everstep
 
 objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "state": {"best": 0.5}}
 for step in (1, 2):
-    with everstep.checkpointer(sys.argv[1] + "/store", memory=sys.argv[1] + "/memory", linger=1.0) as ckpt:
+    memory, times = everstep.MemoryOptions(directory=sys.argv[1] + "/memory"), everstep.TimeOptions(linger=1.0)
+    with everstep.checkpointer(sys.argv[1] + "/store", memory=memory, times=times) as ckpt:
         assert ckpt.restore(**objects).step == step - 1
         ckpt.save(step)
         ckpt.wait()

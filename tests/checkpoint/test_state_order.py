@@ -95,7 +95,7 @@ def test_a_mapping_that_renames_a_module_or_its_states_renames_all_that_is_said_
     other = Renamed()
     sgd = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     objects: dict[str, Any] = {"model": other, "optimizer": sgd}
-    with session(tmp_path, memory=tmp_path / "other") as ckpt:
+    with session(tmp_path, directory=tmp_path / "other") as ckpt:
         assert ckpt.restore(**objects, rename=rename).step == 1
     assert held(other, sgd) == [name.replace("first", "begin") for name in HELD]
     for state in sgd.state.values():
@@ -110,7 +110,7 @@ def test_a_mapping_renames_nothing_else_of_a_module_that_has_a_part_called_state
     with session(tmp_path) as ckpt:
         ckpt.track(model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.1))
         ckpt.save(1)
-    with session(tmp_path, memory=tmp_path / "other") as ckpt:
+    with session(tmp_path, directory=tmp_path / "other") as ckpt:
         ckpt.restore(model=here, rename={"model.state.a.": "model.state.b."})
     for one, other in zip(here.parameters(), saved.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -82,7 +82,9 @@ def test_a_run_that_finds_no_room_leaves_no_slot_and_no_writer_behind(site: Site
     links = [control.join_writer(directory, config, local, 600.0) for local in (0, 1)]
     site.pids.append(links[0].pid)
     for link in links:
-        with pytest.raises(CheckpointError, match=r"2 slots for checkpoints need .* are missing; .* or use slots=1"):
+        with pytest.raises(
+            CheckpointError, match=r"2 slots for checkpoints need .* are missing; .* or use MemoryOptions\(slots=1\)"
+        ):
             link.call("reserve", sizes=[1 << 50, 0], kept=[])
     assert numbers(Slots(directory)) == []
     assert links[0].call("reserve", sizes=SIZES, kept=[]) is None

@@ -76,7 +76,11 @@ def train(
     losses: dict[int, str] = {}
     seen: dict[int, list[int]] = {}
     with everstep.checkpointer(
-        folder, memory=memory, every_steps=25, policy="wait", timeout=60.0, linger=120.0
+        folder,
+        every_steps=25,
+        policy="wait",
+        memory=everstep.MemoryOptions(directory=memory),
+        times=everstep.TimeOptions(timeout=60.0, linger=120.0),
     ) as ckpt:
         start = ckpt.restore(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
         batches = DataLoader(data, batch_sampler=sampler, num_workers=1 if rank == 0 else 0)

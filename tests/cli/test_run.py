@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -49,6 +50,12 @@ time.sleep(600)
 """
 
 
+UNTIL_TOLD = """
+import pathlib, time
+print("UP", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+"""
 STUBBORN = WAITS.replace("sys.exit(0)", "None")
 
 
@@ -218,6 +225,62 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(started: Started, tmp_path:
     process.communicate(timeout=30)
     assert process.returncode == 130
     assert until_gone(tmp_path) == []
+
+
+def test_a_run_whose_leader_is_killed_is_never_taken_for_the_run_before_it(started: Started, tmp_path: Path) -> None:
+    """Runs may share a base; what an earlier one said of its end is not this one's."""
+    (tmp_path / "base" / "node-0").mkdir(parents=True)
+    (tmp_path / "base" / "node-0" / "termination-log").write_text('{"result": "succeeded", "exitCode": 0}')
+    process = started(WAITS, nodes=1)
+    os.kill(find_agent(tmp_path, 0), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the leader ended without a word" in err
+
+
+def test_a_base_belongs_to_one_run_at_a_time(
+    started: Started, everstep: Everstep, manifest: Callable[..., str], tmp_path: Path
+) -> None:
+    process = started(WAITS, nodes=1)
+    token = (tmp_path / "base" / "token").read_bytes()
+    done = everstep("run", "-f", str(tmp_path / "job.yaml"), "--base", "base")
+    assert (done.returncode, process.poll()) == (1, None)
+    assert f"{tmp_path}/base is in use by another run" in done.stderr
+    assert (tmp_path / "base" / "token").read_bytes() == token
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert everstep("run", "-f", manifest(TELL, numNodes=1), "--base", "base").returncode == 0
+
+
+def test_a_run_goes_on_when_its_terminal_is_closed_under_nohup(started: Started, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = started(UNTIL_TOLD, nodes=1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+
+
+@pytest.mark.parametrize("base", ["file", "file/below"])
+def test_a_base_that_cannot_be_made_is_named(everstep: Everstep, manifest: Callable[..., str], base: str) -> None:
+    file = manifest(TELL)
+    (Path(file).parent / "file").touch()
+    done = everstep("run", "-f", file, "--base", base)
+    assert done.returncode == 1
+    assert f"{base}: " in done.stderr
+    assert "--base" in done.stderr
+
+
+def find_agent(folder: Path, index: int) -> int:
+    """Return the PID of a run's agent."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().split(b"\0")
+        if os.fsencode(folder / "base") in words and f"{index}".encode() == words[words.index(b"--index") + 1]:
+            return int(path.parent.name)
+    raise AssertionError("no such agent")
 
 
 def test_nothing_trains_on_when_the_command_itself_is_killed(started: Started, tmp_path: Path) -> None:

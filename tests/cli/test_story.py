@@ -12,9 +12,17 @@ def ended(identity: str, cause: str = "Application", **more: Any) -> dict[str, A
     return {"id": identity, "cause": cause, "rank": 3, "exitCode": 1, "signal": None, "message": "boom", **more}
 
 
-def state(*ledger: dict[str, Any], **more: Any) -> dict[str, Any]:
-    base = {"incarnation": "i", "version": 1, "epoch": 1, "generation": len(ledger) + 1, "phase": "running"}
-    return {**base, "nodes": 2, "joined": 2, "progress": None, "ledger": list(ledger), "outcome": None, **more}
+def state(*history: dict[str, Any], **more: Any) -> dict[str, Any]:
+    base = {"incarnation": "i", "version": 1, "epoch": 1, "generation": len(history) + 1, "phase": "running"}
+    return {
+        **base,
+        "nodes": 2,
+        "joined": 2,
+        "progress": None,
+        "generationHistory": list(history),
+        "outcome": None,
+        **more,
+    }
 
 
 def test_a_generation_s_end_is_told_once_however_often_it_is_seen() -> None:

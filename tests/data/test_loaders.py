@@ -224,7 +224,9 @@ def train(rank: int, folder: Path, kind: str, workers: int, is_killed: bool = Fa
         loader = StatefulDataLoader(Augmented(SIZE), **options)
         objects["loader"] = everstep.PerRank(loader)
     seen: Seen = {}
-    with everstep.checkpointer(folder / "store", memory=folder / "memory", every_steps=SAVED, policy="wait") as ckpt:
+    with everstep.checkpointer(
+        folder / "store", every_steps=SAVED, policy="wait", memory=everstep.MemoryOptions(directory=folder / "memory")
+    ) as ckpt:
         step = ckpt.restore(**objects).step
         while step < STOP:
             for batch in loader:
@@ -256,7 +258,9 @@ def add_up_gradients(folder: Path, until: int) -> dict[int, list[str]]:
     optimizer = torch.optim.Adam(model.parameters())
     sampler = Sampler(SIZE, global_batch=BATCH, seed=3, stop=until)
     losses: dict[int, list[str]] = {}
-    with everstep.checkpointer(folder / "store", memory=folder / "memory", every_steps=SAVED, policy="wait") as ckpt:
+    with everstep.checkpointer(
+        folder / "store", every_steps=SAVED, policy="wait", memory=everstep.MemoryOptions(directory=folder / "memory")
+    ) as ckpt:
         step = ckpt.restore(model=model, optimizer=optimizer, sampler=sampler).step
         for batch in DataLoader(Numbers(SIZE), batch_sampler=sampler):
             losses[step] = []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import everstep
+from tests.checkpoint.grouping import group_session
 
 KIND = os.environ.get("EVERSTEP_TEST_DEVICE", "cuda")
 
@@ -67,7 +68,7 @@ def slots_folder() -> Iterator[Path]:
 def session(store: Path, memory: Path, **options: Any) -> Iterator[Any]:
     """A session in which nothing is saved but by hand."""
     common: dict[str, Any] = {"every_steps": 10**9, "keep_last": 100, "linger": 5.0, "commit_timeout": 120.0}
-    with everstep.checkpointer(store, memory=memory, **{**common, **options}) as ckpt:
+    with everstep.checkpointer(store, **group_session(directory=memory, **common | options)) as ckpt:
         yield ckpt
 
 

@@ -17,6 +17,7 @@ from e2e.cluster.errors import ClusterError
 from e2e.cluster.ports import free_ports
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.node_leases import NODE_LEASES_NAMESPACE
 from everstep_operator.cluster.rbac import USED_PERMISSIONS
 from everstep_operator.cluster.resources import JOBS, ApiResource
 from tests.integration.world import NAMESPACES, OWN_NAMESPACE, SERVICE_ACCOUNTS, OperatorProcess, World, until
@@ -39,15 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def rbac_objects() -> list[tuple[str, dict[str, Any]]]:
     """Exactly the rights of the table, bound to a user of its own: whatever else the operator tries is refused."""
     objects = []
-    for scope in ("jobs", "cluster", "own"):
+    namespaces = {"own": OWN_NAMESPACE, "node-leases": NODE_LEASES_NAMESPACE}
+    for scope in ("jobs", "cluster", "node-leases", "own"):
         rules = [
             {"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]}
             for right in sorted(USED_PERMISSIONS)
             if right.scope == scope
         ]
-        own = scope == "own"
-        meta = {"name": f"everstep-{scope}", **({"namespace": OWN_NAMESPACE} if own else {})}
-        kind = "Role" if own else "ClusterRole"
+        namespace = namespaces.get(scope)
+        meta = {"name": f"everstep-{scope}", **({"namespace": namespace} if namespace else {})}
+        kind = "Role" if namespace else "ClusterRole"
         reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": meta["name"]}
         subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": USER}
         head = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": meta}

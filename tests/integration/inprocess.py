@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.client import Client, load_credentials
+from everstep_operator.plan.observation import parse_pod
 from everstep_operator.settings import OperatorSettings
 from tests.integration.world import FakeLeader, World
 
@@ -91,9 +93,11 @@ class Simulation:
     world: World
     job: str
     nodes: tuple[str, ...] = ()  # where pod 0, pod 1 … run; default: all on one
+    mute: set[str] = field(default_factory=set)  # UIDs of pods whose agents nobody hears
     finish: asyncio.Event = field(default_factory=asyncio.Event)
     leaders: dict[str, FakeLeader] = field(default_factory=dict)
     pods_seen: set[tuple[str, str]] = field(default_factory=set)
+    members: dict[str, set[str]] = field(default_factory=dict)  # pods of the present generation, by the leader's
     _task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Simulation:
@@ -130,22 +134,31 @@ class Simulation:
         for uid in [uid for uid in self.leaders if zero is None or uid != zero["metadata"]["uid"]]:
             await self.leaders.pop(uid).stop()
         if zero is not None and zero["status"]["phase"] == "Running":
-            await self._lead(job, zero, [pod["metadata"]["uid"] for pod in pods])
+            await self._lead(job, zero, {p["metadata"]["uid"] for p in pods if p["status"]["phase"] == "Running"})
 
-    async def _lead(self, job: dict[str, Any], zero: dict[str, Any], uids: list[str]) -> None:
+    async def _lead(self, job: dict[str, Any], zero: dict[str, Any], running: set[str]) -> None:
         meta = zero["metadata"]
         leader = self.leaders.get(meta["uid"])
         wanted = job["spec"].get("numNodes", 1)
         if leader is None:
-            template, epoch = (int(meta["labels"][f"everstep.dev/{what}"]) for what in ("template", "epoch"))
-            token = job_token(KEY, job["metadata"]["uid"], template)
-            leader = FakeLeader(token, self.world.address(zero), self.world.agent_port, epoch)
+            view = parse_pod(zero)  # as the agent reads it from its environment and mounts, whatever the labels say
+            token = job_token(KEY, job["metadata"]["uid"], view.template)
+            leader = FakeLeader(token, self.world.address(zero), self.world.agent_port, view.epoch)
             leader.state["missing"] = list(range(1, wanted))
             await leader.start()
             self.leaders[meta["uid"]] = leader
         told = [len(body["addresses"]) for *_, body in leader.asked("peers")]
-        if leader.state["phase"] == "forming" and (wanted == 1 or (told and told[-1] == wanted)):
-            await leader.say(phase="running", missing=[], nodes=wanted, joined=wanted, ranksStartedAt=1.0)
+        whole = len(running) == wanted and (wanted == 1 or (told and told[-1] == wanted))
+        state = leader.state
+        if self.mute & running:
+            return
+        if state["phase"] == "running" and not self.members[meta["uid"]] <= running:
+            entry = {"id": f"{state['epoch']}.{state['generation']}", "cause": "PodLost", "endedAt": time.time()}
+            await leader.say(phase="forming", generationHistory=[*state["generationHistory"], entry])
+        elif state["phase"] == "forming" and whole:
+            self.members[meta["uid"]] = running
+            said = {"missing": [], "nodes": wanted, "joined": wanted, "ranksStartedAt": 1.0}
+            await leader.say(phase="running", generation=len(state["generationHistory"]) + 1, **said)
         elif leader.state["phase"] == "running" and self.finish.is_set():
             await leader.say(phase="ended", outcome={"result": "succeeded", "exitCode": 0, "message": ""})
 

@@ -12,13 +12,15 @@ from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.cache import object_key, resource_version
-from everstep_operator.cluster.resources import EVENTS, NODES, POOLS
+from everstep_operator.cluster.node_leases import NODE_LEASES_NAMESPACE
+from everstep_operator.cluster.resources import EVENTS, LEASES, NODES, POOLS
 from everstep_operator.plan import gang
 from everstep_operator.plan.gang import STALL_SECONDS_ALONE
 from tests.integration.conftest import USER
 from tests.integration.inprocess import Simulation, operator
 from tests.integration.world import World, until
 
+LEASE = {"apiVersion": LEASES.api_version, "kind": LEASES.kind}
 LATER = STALL_SECONDS_ALONE + 60
 
 
@@ -89,6 +91,40 @@ async def test_a_node_removed_while_the_operator_was_away_is_noticed(
             simulation.finish.set()
             status = await world.until_phase("digits", "Succeeded")
     assert status["epoch"] == 1, "it was not the leader's"
+
+
+async def test_a_pod_whose_agent_and_kubelet_are_silent_is_replaced_elsewhere(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    """The Node object is there, and Ready for half a minute more; no controller and no kubelet ends the pod."""
+    world, dead, other = still_world, f"{still_world.namespace}-dead", f"{still_world.namespace}-other"
+    async with (
+        operator(control_plane.kubeconfig, world, node_silence=15.0) as (_, client),
+        Simulation(world, "digits", (f"{still_world.namespace}-head", dead, other)) as simulation,
+    ):
+        before = await running(world, simulation)
+        for node in simulation.nodes:
+            lease = {"metadata": {"name": node}, "spec": {"holderIdentity": node}}
+            await world.client.create(LEASES, NODE_LEASES_NAMESPACE, {**LEASE, **lease})
+        (leader,) = simulation.leaders.values()
+        simulation.mute.add(before[1]["metadata"]["uid"])
+        await leader.say(phase="forming", missing=[1], joined=2)
+
+        async def replaced() -> dict[str, Any] | None:
+            pods = {pod["metadata"]["name"]: pod for pod in await world.pods("digits")}
+            kept = {pod["metadata"]["uid"] for pod in pods.values()}
+            assert {before[0]["metadata"]["uid"], before[2]["metadata"]["uid"]} <= kept, "the others stay"
+            lost = pods.get("digits-1")
+            return lost if lost is not None and lost["metadata"]["uid"] != before[1]["metadata"]["uid"] else None
+
+        made = await until(replaced, "another pod", seconds=60)
+        assert made is not None
+        terms = made["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        excluded = [each["values"] for term in terms["nodeSelectorTerms"] for each in term["matchFields"]]
+        assert excluded == [[dead]], "the scheduler does not know yet that it is dead"
+        found = await healthy(world, "digits")
+        assert found is not None
+        assert ("get", "coordination.k8s.io", "leases") in client.used
 
 
 async def test_heartbeats_of_nodes_reconcile_nothing(control_plane: ControlPlane, still_world: World) -> None:

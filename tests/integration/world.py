@@ -245,7 +245,7 @@ class FakeLeader:
         self.state: dict[str, Any] = {
             "protocol": 1, "incarnation": os.urandom(8).hex(), "version": 1, "epoch": epoch, "generation": 1,
             "phase": "forming", "nodes": 1, "joined": 0, "missing": [], "unclean": [], "ranksStartedAt": None,
-            "progress": None, "ledger": [], "outcome": None,
+            "progress": None, "generationHistory": [], "outcome": None,
         }  # fmt: skip
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
         self._nonces = auth.NonceStore()

@@ -19,7 +19,7 @@ from everstep_operator.cluster.leader_answer import MAX_BYTES, ImplausibleAnswer
 
 def honest(nodes: int, *, unclean: int, line: str) -> dict[str, Any]:
     """Make the fullest state that the agent's leader has: every list at its limit."""
-    ledger = [
+    history = [
         EndedGeneration(1, number, "Application", 0, 0, 1, None, line, (line,) * TAIL_LINES, 1.0, 2.0)
         for number in range(MAX_HISTORY_ENTRIES)
     ]
@@ -29,9 +29,11 @@ def honest(nodes: int, *, unclean: int, line: str) -> dict[str, Any]:
         "nodes": nodes, "joined": 0, "missing": list(range(nodes)),
         "unclean": [{"index": n, "uid": "u" * 36, "message": "m" * 1024} for n in range(unclean)],
         "gpus": {"models": {"N" * 60 + str(n): 8 for n in range(8)}, "unhealthy": 40, "devices": [device] * GPUS_NAMED},
-        "held": "", "ranksStartedAt": 1.0,
+        "ranksStartedAt": 1.0,
         "progress": {"step": 1, "metrics": {f"metric-{n}": 0.1 for n in range(32)}},
-        "ledger": [entry.to_json(i >= MAX_HISTORY_ENTRIES - MAX_HISTORY_TAILS) for i, entry in enumerate(ledger)],
+        "generationHistory": [
+            entry.to_json(i >= MAX_HISTORY_ENTRIES - MAX_HISTORY_TAILS) for i, entry in enumerate(history)
+        ],
         "outcome": None,
     }  # fmt: skip
 
@@ -52,7 +54,7 @@ def test_the_fullest_honest_answer_is_taken(nodes: int, unclean: int, line: str)
 def test_long_messages_in_any_script_are_taken_from_a_job_of_any_size(nodes: int, letter: str) -> None:
     """JSON spells such letters with six bytes each, in the message of each generation as in the log tails."""
     state = honest(nodes, unclean=1, line=letter * TAIL_CHARS)
-    for entry in state["ledger"]:
+    for entry in state["generationHistory"]:
         entry["message"] = letter * MESSAGE_CHARS
     assert parse_answer(json.dumps(state, separators=(",", ":")).encode(), nodes) == state
 

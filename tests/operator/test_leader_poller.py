@@ -118,7 +118,7 @@ async def test_one_challenge_serves_a_whole_conversation(woken: Woken, leader: F
     assert challenges <= len(leader.asked("state")) + 2  # one for each answer, and the first
 
 
-async def test_the_ledger_id_and_the_allowance_are_carried(woken: Woken, leader: FakeLeader) -> None:
+async def test_the_newest_charge_and_the_allowance_are_carried(woken: Woken, leader: FakeLeader) -> None:
     woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
     woken.poller.ensure_polled(KEY, poll(leader, charged="1.1", allowance=2), TOKEN)

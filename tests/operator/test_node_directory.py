@@ -53,14 +53,14 @@ def nodes(*names: str) -> tuple[NodeDirectory, Any, Clock]:
 async def test_what_the_watch_has_told_is_not_asked_for() -> None:
     known, server, _ = nodes()
     known.cache.nodes.put(raw("n1", 1))
-    assert set(await known.under([pod("n1"), pod(None)])) == {"n1"}
+    assert set(await known.find_nodes_under([pod("n1"), pod(None)])) == {"n1"}
     assert server.asked == 0
 
 
 async def test_a_node_that_is_younger_than_the_watch_is_found() -> None:
     known, server, _ = nodes("n1")
     for _ in range(2):
-        assert (await known.under([pod("n1")]))["n1"].gone_since is None
+        assert (await known.find_nodes_under([pod("n1")]))["n1"].gone_since is None
     assert server.asked == 1
 
 
@@ -68,24 +68,24 @@ async def test_a_node_is_gone_since_the_first_time_it_was_not_found() -> None:
     known, server, clock = nodes()
     known.cache.pods.put({"metadata": {"name": "a-0", "labels": {"everstep.dev/job": "a"}}, "spec": {"nodeName": "n1"}})
     for _ in range(3):
-        assert (await known.under([pod("n1")]))["n1"].gone_since == 100.0
+        assert (await known.find_nodes_under([pod("n1")]))["n1"].gone_since == 100.0
         clock.now += 1
-        await known.under([pod("other")])
+        await known.find_nodes_under([pod("other")])
     assert server.asked == 2, "once each"
 
 
 async def test_a_node_that_comes_back_under_its_name_is_there_and_may_be_lost_again() -> None:
     known, _, clock = nodes()
-    await known.under([pod("n1")])
+    await known.find_nodes_under([pod("n1")])
     known.cache.nodes.put(raw("n1", 7))
-    assert (await known.under([pod("n1")]))["n1"].gone_since is None
+    assert (await known.find_nodes_under([pod("n1")]))["n1"].gone_since is None
     known.cache.nodes.remove(("", "n1"), "n1")
     clock.now += 1
-    assert (await known.under([pod("n1")]))["n1"].gone_since == 101.0
+    assert (await known.find_nodes_under([pod("n1")]))["n1"].gone_since == 101.0
 
 
 async def test_no_answer_is_no_answer() -> None:
     known, server, _ = nodes()
     server.fails = True
     with pytest.raises(errors.Unreachable):
-        await known.under([pod("n1")])
+        await known.find_nodes_under([pod("n1")])

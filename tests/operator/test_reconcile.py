@@ -17,6 +17,7 @@ from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan.observation import GangView, PlanSettings
@@ -77,8 +78,9 @@ async def reconciler(server: Any) -> Reconciler:
     leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server, (b"key",))
     actor = ActionExecutor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",))
     gangs, clock = WaitingGangs(lambda _: None), CREATED.timestamp
+    leases = NodeLeases(server, cache, queue.add, clock=clock, silence=0)
     return Reconciler(
-        server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), actor,
+        server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), leases, actor,
         PlanSettings(operator_key=b"key", agent_digest=actor.agent.digest), (b"key",), clock,
     )  # fmt: skip
 
@@ -88,9 +90,11 @@ async def test_a_refused_status_is_written_without_what_came_from_the_pods_and_a
 ) -> None:
     server.refuse = lambda status: "status.lastFailure.message: too odd" if "lastFailure" in status else None
     for version in ("10", "20"):
-        odd = job().status(TrainingJobStatus(last_failure=FAILURE)).meta(resourceVersion=version)
+        before = TrainingJobStatus.parse(server.statuses[-1]) if server.statuses else TrainingJobStatus()
+        odd = job().status(before.model_copy(update={"last_failure": FAILURE})).meta(resourceVersion=version)
         reconciler.cache.jobs.put(odd.manifest())
         await reconciler.reconcile(KEY)
+        reconciler.clock = lambda: CREATED.timestamp() + 60  # a rejection is planned for anew
     assert ["lastFailure" in status for status in server.statuses] == [True, False] * 2
     assert any(body["kind"] == "Pod" for body in server.created), "the job goes on"
     told = [event["message"] for event in server.events() if event["reason"] == "StatusRefused"]
@@ -251,3 +255,17 @@ async def test_a_name_that_somebody_else_has_taken_raises_no_epoch(reconciler: R
         assert rejection is None
     assert {status["epoch"] for status in server.statuses} == {3}
     assert server.statuses[-1]["transitions"][-1]["reason"] == "NameConflict"
+
+
+async def test_a_status_that_somebody_edits_again_and_again_is_put_back_and_told_once(
+    reconciler: Reconciler, server: Any
+) -> None:
+    reconciler.cache.jobs.put(job().nodes(2).meta(resourceVersion="10").manifest())
+    await reconciler.reconcile(KEY)
+    right = server.statuses[-1]
+    for version in range(20, 25):
+        edited = {**job().nodes(2).meta(resourceVersion=str(version)).manifest(), "status": {**right, "epoch": 0}}
+        reconciler.cache.jobs.put(edited)
+        await reconciler.reconcile(KEY)
+        assert server.statuses[-1]["epoch"] == right["epoch"]
+    assert len([event for event in server.events() if event["reason"] == "StatusRestored"]) == 1

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from everstep.pipeline import EngineOptions, LayoutOptions, PlanOptions
-
-GROUPS: dict[str, type[Any]] = {"layout": LayoutOptions, "plan": PlanOptions, "engine": EngineOptions}
-WHERE = {each.name: param for param, group in GROUPS.items() for each in fields(group)}
+from tests.grouping import sort_into_groups
 
 
 def group_options(**flat: Any) -> dict[str, Any]:
     """Return the arguments of `pipeline()` with each field of a dataclass of options in that dataclass."""
-    direct = {name: value for name, value in flat.items() if name not in WHERE}
-    grouped: dict[str, dict[str, Any]] = {}
-    for name in flat.keys() - direct.keys():
-        grouped.setdefault(WHERE[name], {})[name] = flat[name]
-    return direct | {param: GROUPS[param](**given) for param, given in grouped.items()}
+    return sort_into_groups({"layout": LayoutOptions, "plan": PlanOptions, "engine": EngineOptions}, flat)

@@ -99,7 +99,13 @@ def _piped(rank: int, folder: str, stages: int, dies_at: int) -> tuple[int, list
                 layout=LayoutOptions(global_batch=BATCH),
                 engine=EngineOptions(heartbeat=20.0),
             ) as run,
-            everstep.checkpointer(store, every_steps=2, policy="wait", memory=memory, linger=5.0) as checkpoints,
+            everstep.checkpointer(
+                store,
+                every_steps=2,
+                policy="wait",
+                memory=everstep.MemoryOptions(directory=memory),
+                times=everstep.TimeOptions(linger=5.0),
+            ) as checkpoints,
         ):
             optimizer, scheduler = optimizer_of(run.groups())
             start = checkpoints.restore(model=run, optimizer=optimizer, scheduler=scheduler).step

@@ -110,7 +110,7 @@ class Chaos(RuleBasedStateMachine):
         older = GangView("default/older", "a", START - 100, frozenset(), wanted=4)
         self.world.capacity, self.world.gangs = capacity, (older,) if rival else ()
 
-    @rule(kind=st.sampled_from(["Quota", "Conflict", "Invalid", "Forbidden", ""]))
+    @rule(kind=st.sampled_from(["Quota", "Conflict", "Invalid", "Forbidden", "Webhook", ""]))
     def refuse_pods(self, kind: str) -> None:
         def refuse(action: Action) -> Rejection | None:
             lasting = kind in ("Invalid", "Forbidden") and self.world.led == 0  # which rightly fails a new job

@@ -60,7 +60,7 @@ def test_a_failure_in_the_operators_absence_keeps_its_words() -> None:
 def test_restarts_that_no_operator_saw_are_counted_by_the_last_word() -> None:
     world = running()
     word = parse_termination_message(
-        '{"result": "succeeded", "epoch": 1, "generation": 3, "ledger": ["1.1 Application", "1.2 PodLost"]}'
+        '{"result": "succeeded", "epoch": 1, "generation": 3, "generationHistory": ["1.1 Application", "1.2 PodLost"]}'
     )
     world.exit(0, 0, word=word)
     world.leader = None
@@ -97,7 +97,7 @@ def test_a_lost_link_right_before_the_end_is_counted_too() -> None:
 def test_the_failure_that_ends_a_job_unseen_is_no_restart_either() -> None:
     world = running(application=1)
     word = parse_termination_message(
-        '{"result": "failed", "epoch": 1, "generation": 2, "ledger": ["1.1 Application", "1.2 Application"]}'
+        '{"result": "failed", "epoch": 1, "generation": 2, "generationHistory": ["1.1 Application", "1.2 Application"]}'
     )
     world.exit(0, 5, word=word)
     world.leader = None
@@ -106,11 +106,11 @@ def test_the_failure_that_ends_a_job_unseen_is_no_restart_either() -> None:
     assert [c.id for c in world.status.restarts.charges] == ["1.1"]
 
 
-@pytest.mark.parametrize("ledger", ["7", '"x"', "[1, null, {}]", '["", "1.1", "x Application", "1.-1 Application"]'])
-def test_a_ledger_that_is_none_charges_nothing(ledger: str) -> None:
-    word = parse_termination_message(f'{{"result": "succeeded", "ledger": {ledger}}}')
+@pytest.mark.parametrize("history", ["7", '"x"', "[1, null, {}]", '["", "1.1", "x Application", "1.-1 Application"]'])
+def test_a_history_that_is_none_charges_nothing(history: str) -> None:
+    word = parse_termination_message(f'{{"result": "succeeded", "generationHistory": {history}}}')
     assert word is not None
-    assert word.ledger == ()
+    assert word.history == ()
 
 
 def test_a_leader_that_was_told_to_leave_does_not_end_the_job() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.plan.leader_view import parse_generation_id, parse_leader_state
+from everstep_operator.plan.leader_view import SickGpu, parse_generation_id, parse_leader_state
 from everstep_operator.plan.observation import parse_pod, parse_termination_message
 from tests.builders import job
 from tests.plan.world import World
@@ -24,9 +24,10 @@ STATE: dict[str, Any] = {
     "joined": 4,
     "missing": [],
     "unclean": [{"index": 2, "uid": "u", "message": "m"}],
+    "gpus": {"models": {"H100": 32}, "unhealthy": 1, "devices": [{"index": 2, "name": "H100", "problem": "p"}]},
     "ranksStartedAt": 1760000000.0,
     "progress": {"step": 1200, "totalSteps": 5000, "stepsPerSecond": 14.2, "metrics": {"loss": 0.31}, "at": 1.0},
-    "ledger": [
+    "generationHistory": [
         {"id": "2.2", "cause": "Application", "index": 1, "rank": 3, "exitCode": 1, "signal": None, "endedAt": 0.0},
         {"id": "2.1", "cause": "PodLost", "index": 1},
     ],
@@ -39,19 +40,20 @@ def test_a_state_is_read() -> None:
     assert (view.epoch, view.generation, view.phase) == (2, 3, "running")
     assert view.progress is not None
     assert (view.progress.step, view.progress.steps_per_second) == (1200, 14.2)
-    assert [e.id for e in view.ledger] == ["2.1", "2.2"], "in the order of generations"
+    assert [e.id for e in view.history] == ["2.1", "2.2"], "in the order of generations"
     assert view.outcome is None
+    assert view.sick_gpus == (SickGpu(2, "H100", "p"),)
 
 
 def test_an_entry_ended_before_it_was_told_whatever_the_nodes_clock_says() -> None:
-    state = {**STATE, "ledger": [{"id": "2.2", "cause": "PodLost", "endedAt": 999.0}]}
+    state = {**STATE, "generationHistory": [{"id": "2.2", "cause": "PodLost", "endedAt": 999.0}]}
     first = parse_leader_state(state, answered_at=5.0)
-    assert [e.ended_at for e in first.ledger] == [5.0]
+    assert [e.ended_at for e in first.history] == [5.0]
     later = parse_leader_state(state, answered_at=50.0, before=first)
-    assert later.ledger == first.ledger, "the limit does not move with each answer"
+    assert later.history == first.history, "the limit does not move with each answer"
     restarted = parse_leader_state({**state, "incarnation": "a0"}, answered_at=50.0, before=first)
-    assert [e.ended_at for e in restarted.ledger] == [50.0]
-    assert [e.ended_at for e in parse_leader_state(STATE, answered_at=5.0).ledger] == [None, 0.0]
+    assert [e.ended_at for e in restarted.history] == [50.0]
+    assert [e.ended_at for e in parse_leader_state(STATE, answered_at=5.0).history] == [None, 0.0]
 
 
 def test_a_generation_runs_since_the_operator_was_told_whatever_the_nodes_clock_says() -> None:
@@ -65,11 +67,15 @@ def test_a_generation_runs_since_the_operator_was_told_whatever_the_nodes_clock_
 
 
 def test_what_is_too_much_is_cut() -> None:
-    flood = {**STATE, "ledger": [{"id": f"2.{i}", "message": "x" * 10**5} for i in range(1000)], "missing": [1] * 10**5}
+    flood = {
+        **STATE,
+        "generationHistory": [{"id": f"2.{i}", "message": "x" * 10**5} for i in range(1000)],
+        "missing": [1] * 10**5,
+    }
     view = parse_leader_state(flood, answered_at=5.0)
-    assert len(view.ledger) == 64
+    assert len(view.history) == 64
     assert len(view.missing) <= 4096
-    assert max(len(e.message) for e in view.ledger) <= 1024
+    assert max(len(e.message) for e in view.history) <= 1024
 
 
 def test_ids_are_two_plain_numbers() -> None:
@@ -120,7 +126,7 @@ def test_numbers_and_text_that_nothing_can_hold() -> None:
     raw = {
         "progress": {"step": 1, "stepsPerSecond": -1.0, "at": 10**400},
         "outcome": {"result": "failed", "message": "\ud800"},
-        "ledger": [{"id": "1234567890.1"}],
+        "generationHistory": [{"id": "1234567890.1"}],
     }
     view = parse_leader_state(raw, answered_at=1.0)
     assert view.progress is not None
@@ -128,4 +134,4 @@ def test_numbers_and_text_that_nothing_can_hold() -> None:
     assert view.progress.steps_per_second is None
     assert view.outcome is not None
     assert view.outcome.message == "?"
-    assert view.ledger == ()
+    assert view.history == ()

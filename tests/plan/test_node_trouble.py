@@ -8,6 +8,7 @@ import pytest
 
 from everstep_operator.api.status import Cause, Condition, ConditionType
 from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan, PodRef
+from everstep_operator.plan.leader_view import SickGpu
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import Observation
 from tests.builders import job
@@ -41,6 +42,26 @@ def test_a_node_that_is_not_ready_is_told_and_nothing_is_done() -> None:
     assert [(e.type, e.reason) for e in made.events] == [("Warning", "NodeNotReady")]
     assert world.phase == "Running"
     assert not deleted(made)
+
+
+def test_a_gpu_in_trouble_is_told_and_nothing_is_done() -> None:
+    world = running()
+    lost = SickGpu(1, "H100", "the driver does not show it any more")
+    world.sick_gpus = (lost, dataclasses.replace(lost, problem="3 uncorrected memory errors"), SickGpu(9, "H100", "?"))
+    made = world.reconcile()
+    told = healthy(world)
+    assert told is not None
+    assert (told.status, told.reason) == ("False", "GpuUnhealthy")
+    assert told.message == (
+        "digits-1 is on node-1, which has a GPU in trouble (H100: the driver does not show it any more)"
+    )
+    assert [(e.type, e.reason) for e in made.events] == [("Warning", "GpuUnhealthy")]
+    assert not deleted(made)
+    world.nodes["node-2"] = NodeView("node-2", cordoned=True)
+    world.reconcile()
+    told = healthy(world)
+    assert told is not None
+    assert told.reason == "NodeDraining", "what is about to end pods is told first"
 
 
 def test_it_is_told_once_and_so_is_that_it_is_over() -> None:
@@ -143,10 +164,39 @@ def test_under_strict_fencing_a_node_that_comes_back_in_time_costs_no_generation
     assert world.phase == "Running"
     assert {pod.uid for pod in world.pods.values()} == pods
     assert world.status.generation == 1
-    if index > 0:
-        assert world.status.restarts.total == 0
+    assert world.status.restarts.total == 0
+    assert world.status.last_failure is None
     world.end()
     world.run("Succeeded")
+
+
+def test_under_strict_fencing_a_node_that_comes_back_in_time_ends_no_job_without_a_budget() -> None:
+    world = running(fencing="strict", infrastructure=0)
+    world.remove_node(0)
+    world.reconcile()
+    assert world.phase == "Restarting"
+    world.nodes.clear()
+    world.run("Running", limit=10)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_under_strict_fencing_a_node_that_stays_away_is_charged_once(index: int) -> None:
+    world = running(fencing="strict")
+    world.leader_reachable = index == 0  # nobody but the operator knows of the loss
+    world.tick(20)
+    world.reconcile()
+    world.remove_node(index)
+    world.reconcile()
+    assert world.status.restarts.total == 0
+    world.now += world.settings.fence_timeout + 10
+    assert deleted(world.reconcile())
+    assert world.status.restarts.infrastructure == 1
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.reason, failure.node) == ("NodeLost", f"node-{index}")
+    world.leader_reachable = True
+    world.run("Running")
+    assert world.status.restarts.total == 1
 
 
 def test_an_answer_from_before_a_node_came_back_proves_nothing() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from everstep_operator.api.status import ConditionType
 from everstep_operator.plan.observation import TerminationMessage
+from everstep_operator.plan.pod_manifest import build_pod
 from tests.builders import job
 from tests.plan.world import World
 
@@ -149,3 +150,35 @@ def test_plain_failures_end_with_the_budget() -> None:
         world.reconcile()
     assert world.phase == "Failed"
     assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
+
+
+def fencing_tokens(world: World) -> set[tuple[str, str]]:
+    """Return what the ranks of each pod are told."""
+    frozen = world.observe().frozen
+    assert frozen is not None
+    found = set()
+    for pod in world.pods.values():
+        container = build_pod(frozen, pod.index, pod.epoch)["spec"]["containers"][0]
+        told = {e["name"]: e.get("value") for e in container["env"]}
+        found.add((told["EVERSTEP_EPOCH"], told["EVERSTEP_GENERATION"]))
+    return found
+
+
+def test_a_set_that_is_made_again_gets_a_greater_fencing_token() -> None:
+    """Ranks of the set before may run on, on a node that is cut off."""
+    world = plain()
+    assert fencing_tokens(world) == {("1", "1")}
+    world.exit(1, 1)
+    world.run("Restarting")
+    world.run("Running")
+    assert fencing_tokens(world) == {("2", "1")}
+
+
+def test_all_ranks_of_a_set_have_one_fencing_token_though_pod_0_was_lost_at_its_start() -> None:
+    world = World(job().nodes(3).plain().build())
+    world.reconcile()
+    world.bind()
+    world.vanish(0)
+    world.run("Running")
+    assert fencing_tokens(world) == {("2", "1")}
+    assert world.status.restarts.total == 0

@@ -191,7 +191,7 @@ def test_a_policy_that_refuses_a_new_job_fails_it_and_one_that_has_run_waits() -
 
 
 @pytest.mark.parametrize("phase", ["Starting", "Running"])
-@pytest.mark.parametrize("kind", ["Invalid", "Forbidden"])
+@pytest.mark.parametrize("kind", ["Invalid", "Forbidden", "Webhook"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_webhook_that_rejects_replacements_ends_no_job(phase: str, kind: str, index: int) -> None:
     """Whatever code it answers with: the first pods were accepted, so the template is right."""
@@ -205,7 +205,7 @@ def test_a_webhook_that_rejects_replacements_ends_no_job(phase: str, kind: str, 
     stalled = world.status.condition(ConditionType.STALLED)
     assert stalled is not None
     assert (stalled.status, stalled.message) == ("True", said)
-    assert stalled.reason == {"Invalid": "AdmissionRejected", "Forbidden": "NotPermitted"}[kind]
+    assert stalled.reason == ("NotPermitted" if kind == "Forbidden" else "AdmissionRejected")
     told = [event for event in world.events if event.reason == stalled.reason]
     assert [(event.type, event.message) for event in told] == [("Warning", said)], "once"
     world.refuse = lambda _: None
@@ -214,7 +214,39 @@ def test_a_webhook_that_rejects_replacements_ends_no_job(phase: str, kind: str, 
     assert not world.status.is_true(ConditionType.STALLED)
 
 
-@pytest.mark.parametrize("kind", ["Invalid", "Forbidden"])
+def test_a_new_job_waits_for_a_webhook_that_is_unavailable() -> None:
+    said = 'failed calling webhook "images": context deadline exceeded'
+    world = World(job().nodes(2).timeouts(pending="10m").build())
+    world.refuse = lambda action: (
+        Rejection(action, "Webhook", said) if isinstance(action, (DryRun, CreatePods)) else None
+    )
+    world.reconcile()
+    assert world.phase == "Pending"
+    stalled = world.status.condition(ConditionType.STALLED)
+    assert stalled is not None
+    assert (stalled.status, stalled.reason, stalled.message) == ("True", "AdmissionRejected", said)
+    world.refuse = lambda _: None
+    world.now += 31
+    world.run("Running")
+
+
+def test_a_job_whose_replacements_are_rejected_for_long_gives_its_nodes_back_and_waits() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.refuse = lambda action: (
+        Rejection(action, "Forbidden", "no") if isinstance(action, (DryRun, CreatePods)) else None
+    )
+    world.vanish(1)
+    for _ in range(100):
+        world.tick(10)
+        world.reconcile()
+    assert (world.phase, world.status.transitions[-1].reason) == ("Pending", "NotPermitted")
+    assert not world.pods
+    world.refuse = lambda _: None
+    world.run("Running")
+    assert world.status.restarts.total == 1
+
+
+@pytest.mark.parametrize("kind", ["Invalid", "Forbidden", "Webhook"])
 def test_a_webhook_that_is_down_for_days_ends_no_job_and_leaves_its_history(kind: str) -> None:
     """`timeouts.pending` is for capacity; it counts again from when the pods are accepted."""
     world = World(job().nodes(2).timeouts(pending="1h", startup="10m").build()).run("Running")

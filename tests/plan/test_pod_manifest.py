@@ -49,7 +49,7 @@ def test_the_users_labels_cannot_take_the_place_of_ours() -> None:
 def test_the_agent_accepts_its_configuration() -> None:
     made = frozen(job().nodes(3).procs(2).distribution("mpi", "--bind-to", "none"))
     parsed = config.parse_config(json.loads(json.dumps(made.job)), {"EVERSTEP_INDEX": "2", "EVERSTEP_EPOCH": "5"})
-    assert (parsed.world_size, parsed.template_epoch, parsed.distribution) == (6, 2, "mpi")
+    assert (parsed.world_size, parsed.epoch, parsed.distribution) == (6, 5, "mpi")
     assert parsed.distribution_options == ("--bind-to", "none")
     assert parsed.stop_grace == 110
     assert parsed.service == "digits.default.svc"

@@ -199,3 +199,15 @@ def test_a_pod_that_a_finalizer_keeps_from_a_start_is_named_with_it() -> None:
     world.vanish(1)
     world.run("Running")
     assert "finalizers" not in world.status.conditions[0].message
+
+
+def test_a_pod_of_a_former_job_that_a_finalizer_keeps_is_named_with_it() -> None:
+    world = World(job().nodes(2).build())
+    former = World(job().nodes(2).meta(uid="former").build()).run("Running").pods["digits-1"]
+    world.pods["digits-1"] = dataclasses.replace(
+        former, deleting_since=world.now, finalizers="example.com/hold", scheduled_at=None
+    )
+    world.reconcile()
+    world.reconcile()
+    said = world.status.conditions[0].message
+    assert said == "pod digits-1 has ended and cannot be replaced before its finalizers are gone: example.com/hold"

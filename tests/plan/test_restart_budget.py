@@ -179,7 +179,7 @@ def test_a_container_killed_for_memory_is_the_programs_own() -> None:
     assert world.status.last_failure.reason == "OutOfMemory"
 
 
-def test_a_lost_leader_is_charged_although_its_ledger_is_gone() -> None:
+def test_a_lost_leader_is_charged_although_its_history_is_gone() -> None:
     world = running()
     world.kill(0)
     world.run("Restarting")

@@ -24,8 +24,17 @@ from everstep_operator.plan.actions import (
     JobPlan,
     StopLeader,
 )
+from everstep_operator.plan.agent_config import find_termination_grace
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.leader_view import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
+from everstep_operator.plan.leader_view import (
+    LeaderOutcome,
+    LeaderProgress,
+    LeaderView,
+    ReportedGeneration,
+    SickGpu,
+    UncleanPod,
+)
+from everstep_operator.plan.node_loss import declare_lost_nodes
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import (
     ContainerEnd,
@@ -50,7 +59,7 @@ class OperatorDied(Exception):
 
 @dataclass
 class Leader:
-    """Agent 0 of one pod: forms generations of whatever runs, and keeps the ledger."""
+    """Agent 0 of one pod: forms generations of whatever runs, and keeps the generation history."""
 
     epoch: int
     uid: str
@@ -58,7 +67,7 @@ class Leader:
     generation: int = 0
     phase: str = "forming"
     members: tuple[str, ...] = ()
-    ledger: list[ReportedGeneration] = field(default_factory=list)
+    history: list[ReportedGeneration] = field(default_factory=list)
     outcome: LeaderOutcome | None = None
     started_at: float | None = None
     step: int = 0
@@ -66,14 +75,14 @@ class Leader:
 
     def end_generation(self, cause: str, now: float, **fields: object) -> None:
         entry = ReportedGeneration(id=f"{self.epoch}.{self.generation}", cause=cause, ended_at=now)
-        self.ledger.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
+        self.history.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
         self.phase, self.members = "forming", ()
 
     def left(self) -> int:
         """Application restarts that are still allowed."""
-        known = [e.id for e in self.ledger]
+        known = [e.id for e in self.history]
         after = known.index(self.charged) + 1 if self.charged in known else 0
-        return self.budget - sum(e.cause == "Application" for e in self.ledger[after:])
+        return self.budget - sum(e.cause == "Application" for e in self.history[after:])
 
 
 class World:
@@ -105,6 +114,8 @@ class World:
         self.written_at: float | None = None
         self.refuse: Callable[[Action], Rejection | None] = lambda _: None
         self.unclean: tuple[UncleanPod, ...] = ()
+        self.mute: set[str] = set()  # UIDs of pods whose agents nobody hears
+        self.sick_gpus: tuple[SickGpu, ...] = ()
         self.led = 0  # the highest epoch that ever had a pod 0
         self._uids = 0
 
@@ -113,9 +124,10 @@ class World:
     def observe(self, *, pods: dict[str, PodView] | None = None, rejection: Rejection | None = None) -> Observation:
         template = self.job.status.template
         found = self.config_maps.get(f"{self.job.metadata.name}-{template.epoch}") if template else None
+        seen = self.pods if pods is None else pods
         return Observation(
             job=self.job,
-            pods=tuple((self.pods if pods is None else pods).values()),
+            pods=tuple(seen.values()),
             pools=self.pools,  # type: ignore[arg-type]
             leader=self.view(),
             gangs=self.gangs,
@@ -123,7 +135,14 @@ class World:
             settings=self.settings,
             rejection=rejection,
             status_written_at=self.written_at,
-            nodes=self.nodes,
+            nodes=declare_lost_nodes(
+                self.nodes,
+                [pod for pod in seen.values() if pod.owner == self.job.metadata.uid],
+                self.view(),
+                grace=find_termination_grace(self.job, self.settings),
+                now=self.now,
+            ),
+            silent_nodes=tuple(sorted(name for name, node in self.nodes.items() if node.silent_since is not None)),
         )
 
     def _frozen(self, found: object, epoch: int) -> FrozenTemplate | None:
@@ -137,14 +156,15 @@ class World:
         unheard = LeaderView(reachable=False, asked_since=since) if head is not None and head.uid == asked else None
         if leader is None:
             return unheard
-        if self.leader_reachable:
+        reachable = self.leader_reachable and leader.uid not in self.mute
+        if reachable:
             self.answered_at = self.now
         elif self.answered_at is None:
             return unheard
-        present = {p.uid: p.index for p in self.pods.values() if p.running}
+        present = {p.uid: p.index for p in self.pods.values() if p.running and p.uid not in self.mute}
         missing = tuple(sorted(set(range(self.job.spec.num_nodes)) - set(present.values())))
         return LeaderView(
-            reachable=self.leader_reachable,
+            reachable=reachable,
             asked_since=since,
             answered_at=self.answered_at,
             epoch=leader.epoch,
@@ -152,9 +172,10 @@ class World:
             phase="ended" if leader.outcome else leader.phase,
             missing=missing,
             unclean=self.unclean,
+            sick_gpus=self.sick_gpus,
             running_since=leader.started_at if leader.phase == "running" else None,
             progress=LeaderProgress(leader.step, 1000, 1.0) if leader.generation else None,
-            ledger=tuple(leader.ledger),
+            history=tuple(leader.history),
             outcome=leader.outcome,
         )
 
@@ -211,7 +232,7 @@ class World:
             assert f"{self.job.metadata.name}-{action.frozen.epoch}" in self.config_maps, "pods before their template"
             self.requests += len(action.indices) - 1
             for index in action.indices:
-                self._create(build_pod(action.frozen, index, action.epoch, action.leader))
+                self._create(build_pod(action.frozen, index, action.epoch, action.leader, action.avoid))
         elif isinstance(action, DeletePods):
             self.requests += len(action.pods) - 1
             for ref in action.pods:
@@ -250,6 +271,7 @@ class World:
             created=self.now,
             owner=self.job.metadata.uid,
             token_secret=token_secret_name(body["spec"]),  # type: ignore[arg-type]
+            is_epoch_fixed=bool(token_secret_name(body["spec"])),  # type: ignore[arg-type]
         )
 
     # --- the cluster
@@ -281,7 +303,9 @@ class World:
         self.pods = {name: p for name, p in self.pods.items() if not p.deleting or self._removed(p.node)}
 
     def _removed(self, node: str | None) -> bool:
-        return node is not None and node in self.nodes and self.nodes[node].gone_since is not None
+        """Return whether nothing of a node will be heard of again."""
+        known = self.nodes.get(node) if node is not None else None
+        return known is not None and (known.gone_since is not None or known.silent_since is not None)
 
     def lead(self) -> None:
         """Run the leader in agent 0: start, fail or finish it as its pod does."""
@@ -296,12 +320,18 @@ class World:
             self.leader = Leader(head.epoch, head.uid, self.job.spec.restart.application)
         leader, running = (
             self.leader,
-            {p.uid: p for p in self.pods.values() if p.running and p.template == head.template},
+            {
+                p.uid: p
+                for p in self.pods.values()
+                if p.running and p.template == head.template and p.uid not in self.mute
+            },
         )
-        if leader.outcome is not None:
+        if leader.outcome is not None or head.uid in self.mute:
             return
         if leader.phase == "running" and any(uid not in running for uid in leader.members):
-            index = next((p.index for p in self.pods.values() if p.uid in leader.members and not p.running), None)
+            index = next(
+                (p.index for p in self.pods.values() if p.uid in leader.members and p.uid not in running), None
+            )
             leader.end_generation("PodLost", self.now, index=index)
             self.broken += 1
         if leader.phase == "forming" and len(running) == self.job.spec.num_nodes and not head.deleting:
@@ -353,6 +383,15 @@ class World:
         if pod is not None and pod.node is not None:
             self.nodes[pod.node] = NodeView(pod.node, gone_since=self.now)
 
+    def silence_node(self, index: int, *, lease: bool = True, agent: bool = True) -> None:
+        """The machine under this pod is dead, or cut off: its kubelet renews no Lease, its agent sends no heartbeat."""
+        pod = self.pods[f"{self.job.metadata.name}-{index}"]
+        assert pod.node is not None
+        if lease:
+            self.nodes[pod.node] = NodeView(pod.node, silent_since=self.now)
+        if agent:
+            self.mute.add(pod.uid)
+
     def vanish(self, index: int) -> None:
         self.pods.pop(f"{self.job.metadata.name}-{index}", None)
 
@@ -361,7 +400,7 @@ class World:
         leader = self.leader
         if leader is None:
             return
-        failure = leader.ledger[-1].id if result == "failed" else ""
+        failure = leader.history[-1].id if result == "failed" else ""
         leader.outcome = LeaderOutcome(result, exit_code, "ValueError: no" if result == "failed" else "", failure)
         for pod in list(self.pods.values()):
             if pod.running:

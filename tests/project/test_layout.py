@@ -17,7 +17,6 @@ PACKAGES = ("operator/src", "trainer-image/src", "benchmarks", "e2e", "examples"
 MAX_LINES = 450
 MAX_PARAMETERS = 10
 MANY_PARAMETERS = {
-    "trainer-image/src/everstep/checkpoint/session/checkpointer.py: Checkpointer.__init__": 21,
     "trainer-image/src/everstep/cli/checkpoint_exchange.py: export": 11,
     "trainer-image/src/everstep/cli/pipeline.py: plan": 12,
 }

@@ -42,6 +42,13 @@ and never reads one.
   verbs: [get, list, watch]
 {{- end -}}
 
+{{- /* In kube-node-lease: whether the kubelet of a silent agent's node is silent too. */ -}}
+{{- define "everstep.nodeLeaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get]
+{{- end -}}
+
 {{- /* In the operator's own namespace: its leader election, and the key from which job tokens are derived. */ -}}
 {{- define "everstep.ownRules" -}}
 - apiGroups: [coordination.k8s.io]

@@ -33,6 +33,7 @@ from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.lease import LeaseLost, OperatorLease
 from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
@@ -73,8 +74,11 @@ class Operator:
         actor = ActionExecutor(client, self.cache, self.leaders, agent, self.frozen, operator_keys)
         actor.requests = FairSemaphore(settings.parallel_creates)
         nodes = NodeDirectory(client, self.cache, client.clock.now)
+        self.leases = NodeLeases(
+            client, self.cache, self.queue.add, clock=client.clock.now, silence=settings.node_silence
+        )
         self.reconciler = Reconciler(
-            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, actor,
+            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, self.leases, actor,
             make_plan_settings(settings, agent, operator_keys), operator_keys, client.clock.now,
         )  # fmt: skip
         self.watch = KopfWatch(
@@ -110,6 +114,7 @@ class Operator:
                     await self.queue.idle()
             for task in tasks:
                 task.cancel()
+        await self.leases.close()
         await self.leaders.close()
 
     async def _list_first(self) -> None:
@@ -173,7 +178,7 @@ class Operator:
         """Let the job be tried again after its back-off, and say so: in one line a minute of the log for each job and
         kind of trouble, and in one event for each row of failures."""
         again_in = self.queue.retry(job)
-        if (left_out := self._logs.left_out((job, self.reconciler.known_uid(job), text))) is not None:
+        if (left_out := self._logs.left_out((job, self.reconciler.get_known_uid(job), text))) is not None:
             about |= {"error": str(error)} if error is not None else {}
             write(text, job=job, again_in=again_in, times_before=left_out, **about)
         if isinstance(error, errors.ApiError | StaleObject) and self.queue.failures(job) == REPORTED_FAILURES:

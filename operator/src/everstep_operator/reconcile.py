@@ -26,21 +26,28 @@ from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.unlisted_pods import UnlistedPods
 from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import CreatePods, JobEvent, JobPlan
-from everstep_operator.plan.gang import is_waiting
+from everstep_operator.plan.agent_config import find_termination_grace
+from everstep_operator.plan.gang import BLOCKED_REASONS, is_waiting
 from everstep_operator.plan.leader_view import LeaderView
+from everstep_operator.plan.node_loss import declare_lost_nodes
+from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import Observation, PlanSettings, PodView, Rejection
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES
+from everstep_operator.plan.status_memory import undo_edit
 
 log = structlog.get_logger(__name__)
 
 MAX_OBSTACLES = 5  # in one reconcile
+EDIT_REPORT_SECONDS = 60.0
+PATIENT_FAILURES = 3  # in a row, until a webhook that is unavailable is told in the status
 
 
 @dataclass
@@ -51,7 +58,9 @@ class _Memory:
     """
 
     uid: str
+    status: TrainingJobStatus | None = None  # as this process has last stored or found it, while the job is active
     status_written_at: float | None = None  # by us, for what may wait for the next write
+    edit_reported_at: float | None = None  # when its users were last told that somebody has changed its status
     scale_up_at: float | None = None  # when a node was last promised to a pod of the job
     status_refused: bool = False  # its users have been told so
     unreadable: int | None = None  # the version of which they have been told that it breaks the rules
@@ -76,6 +85,7 @@ class Reconciler:
     frozen: FrozenTemplates
     gangs: WaitingGangs
     nodes: NodeDirectory
+    leases: NodeLeases
     actor: ActionExecutor
     settings: PlanSettings
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
@@ -83,7 +93,7 @@ class Reconciler:
     _memories: dict[Key, _Memory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.unlisted = UnlistedPods(self.client, self.cache)
+        self.unlisted = UnlistedPods(self.client, self.cache, self.actor.requests)
 
     async def reconcile(self, key: Key) -> Rejection | None:
         """Reconcile the job once. What the API server goes on rejecting is returned, anything else that went wrong is
@@ -93,22 +103,26 @@ class Reconciler:
             return None
         rejection: Rejection | None = None
         written = False
+        job, edited = self._undo_edit(key, job)
         await self.unlisted.refresh(key)
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
             made = await self._plan_around_obstacles(key, job, rejection)
             if made.status is None:
                 self._forget_job(key, job.metadata.uid)
                 return None
-            confirmed = made.changed
-            if made.changed:
+            confirmed = made.changed or edited
+            if made.changed or edited:
                 stored = await self._write_status(key, job, made.status)
                 if stored is None:
                     return None
+                if edited:
+                    await self._report_edit(key, job)
                 # A write that changes nothing (the server drops fields that its CRD lacks) would be repeated for ever.
                 written = written or stored.metadata.resource_version != job.metadata.resource_version
-                job = stored
+                job, edited = stored, False
             self._update_polling(key, job, made)
-            rejection, again = await self.actor.execute(_make_job_ref(key, job, confirmed), made.actions)
+            reference, patient = _make_job_ref(key, job, confirmed), self._is_patient(key, job)
+            rejection, again = await self.actor.execute(reference, made.actions, patient=patient)
             for event in made.events:
                 await events.send_event(self.client, *key, job.metadata.uid, event, self.clock())
             if rejection is None:
@@ -133,7 +147,7 @@ class Reconciler:
         """
         made = await self._make_plan(key, await self._observe(key, job, rejection))
         for _ in range(MAX_OBSTACLES):  # more pods may have lost their label meanwhile
-            if (obstacle := await self._in_the_way(key, job, made)) is None:
+            if (obstacle := await self._find_obstacle(key, job, made)) is None:
                 return made
             made = await self._make_plan(key, await self._observe(key, job, obstacle.rejection or rejection))
         raise StaleObject("pods that are there without their label come and go")
@@ -148,10 +162,10 @@ class Reconciler:
         promised = min(self.clock(), await events.find_last_scale_up(self.client, key[0], pod.uid))
         if promised <= (observed.scale_up_at or 0.0):
             return made
-        self._memory(key, observed.job.metadata.uid).scale_up_at = promised
+        self._get_memory(key, observed.job.metadata.uid).scale_up_at = promised
         return make_plan(replace(observed, scale_up_at=promised), self.clock())
 
-    async def _in_the_way(self, key: Key, job: TrainingJob, made: JobPlan) -> _Obstacle | None:
+    async def _find_obstacle(self, key: Key, job: TrainingJob, made: JobPlan) -> _Obstacle | None:
         """Look whether the plan replaces a pod that is there, though no list shows it, or whose name is taken. To raise
         the epoch for it, or to count a loss, could not be taken back."""
         if not job.status.epoch:
@@ -173,7 +187,7 @@ class Reconciler:
         if entry is None:
             self._forget_job(key, "")
             return None
-        memory = self._memory(key, entry.uid)
+        memory = self._get_memory(key, entry.uid)
         try:
             return TrainingJob.parse(entry.value)
         except ValidationError as error:
@@ -188,9 +202,31 @@ class Reconciler:
                 await events.send_event(self.client, *key, entry.uid, event, self.clock())
             return None
 
+    def _undo_edit(self, key: Key, job: TrainingJob) -> tuple[TrainingJob, bool]:
+        """Return the job with the status that this operator knows, and whether somebody has stored another one that
+        tells of less."""
+        memory, found = self._get_memory(key, job.metadata.uid), job.status
+        active = job.managed_here and not (found.phase is not None and found.phase.finished)
+        right = undo_edit(memory.status, found) if job.managed_here and memory.status is not None else None
+        if right is None:
+            memory.status = found if active else None
+            return job, False
+        return job.model_copy(update={"status": right}), True
+
+    async def _report_edit(self, key: Key, job: TrainingJob) -> None:
+        """Tell of an edited status, once a minute at most: whoever edits it may be a program that does so again."""
+        memory, now = self._get_memory(key, job.metadata.uid), self.clock()
+        if memory.edit_reported_at is not None and now < memory.edit_reported_at + EDIT_REPORT_SECONDS:
+            return
+        memory.edit_reported_at = now
+        log.warning("somebody has changed a status; it is put back", job="/".join(key))
+        event = JobEvent("Warning", Reason.STATUS_RESTORED.value, Reason.STATUS_RESTORED.meaning)
+        await events.send_event(self.client, *key, job.metadata.uid, event, now)
+
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observation:
         pods = self.cache.pods_of(key)
-        memory, frozen = self._memory(key, job.metadata.uid), None
+        leader = self._find_leader_view(key, job, pods)
+        memory, frozen = self._get_memory(key, job.metadata.uid), None
         finished = job.status.phase is not None and job.status.phase.finished
         if job.status.template is not None and not finished:
             frozen = await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
@@ -198,16 +234,25 @@ class Reconciler:
             job=job,
             pods=pods,
             pools=self._read_pools(job),
-            leader=self._find_leader_view(key, job, pods),
+            leader=leader,
             gangs=self.gangs.others(key),
             frozen=frozen,
             settings=self.settings,
             rejection=rejection,
             status_written_at=memory.status_written_at,
-            nodes=await self.nodes.under(pods),
+            nodes=await self._find_nodes(job, pods, leader),
+            silent_nodes=self.leases.list_silent_nodes(),
             places=self.count_places(key, job),
             scale_up_at=memory.scale_up_at,
         )
+
+    async def _find_nodes(
+        self, job: TrainingJob, pods: tuple[PodView, ...], leader: LeaderView | None
+    ) -> dict[str, NodeView]:
+        nodes = self.leases.mark_silent((await self.nodes.find_nodes_under(pods)).values())
+        ours = [pod for pod in pods if pod.owner == job.metadata.uid]
+        grace = find_termination_grace(job, self.settings)
+        return declare_lost_nodes(nodes, ours, leader, grace=grace, now=self.clock())
 
     def count_places(self, key: Key, job: TrainingJob) -> int | None:
         """Count the pods of a waiting job that today's nodes could hold; None: it does not wait, or nobody knows."""
@@ -253,8 +298,8 @@ class Reconciler:
         except (errors.Conflict, errors.NotFound):
             await self._read_again(key, job.metadata.uid)
             return None
-        self._memory(key, job.metadata.uid).status_written_at = self.clock()
-        written = TrainingJob.parse(stored)
+        written, memory = TrainingJob.parse(stored), self._get_memory(key, job.metadata.uid)
+        memory.status_written_at, memory.status = self.clock(), written.status
         metrics.record_status_change(job, written.status, self.clock())
         return written
 
@@ -264,7 +309,7 @@ class Reconciler:
         except errors.Invalid as error:
             # What came out of the user's pods is the likeliest to be refused, and nothing depends on it.
             lean = status.model_copy(update={"progress": None, "last_failure": None})
-            await self._status_refused(key, job, error)
+            await self._report_refused_status(key, job, error)
             if lean == status:
                 raise
             stored = await self._apply_status(job, lean)
@@ -288,11 +333,11 @@ class Reconciler:
         }
         return await self.client.apply_status(JOBS, job.metadata.namespace, body)
 
-    async def _status_refused(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
+    async def _report_refused_status(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
         """Send an event about a status that was rejected, which cannot tell of it itself; one, for the same is rejected
         with every write."""
         log.warning("a status was refused", job="/".join(key), error=error.message)
-        memory = self._memory(key, job.metadata.uid)
+        memory = self._get_memory(key, job.metadata.uid)
         if not memory.status_refused:
             memory.status_refused = True
             event = JobEvent("Warning", Reason.STATUS_REFUSED.value, f"{Reason.STATUS_REFUSED.meaning} {error.message}")
@@ -309,14 +354,20 @@ class Reconciler:
 
     async def report_retries(self, key: Key, error: Exception) -> None:
         """Tell the users of a job that does not go on why: its status need not show it."""
-        uid = self.known_uid(key)
+        uid = self.get_known_uid(key)
         if uid is not None:
             event = JobEvent("Warning", Reason.RETRYING.value, f"{Reason.RETRYING.meaning} {error}")
             await events.send_event(self.client, *key, uid, event, self.clock())
 
     # --- what follows
 
+    def _is_patient(self, key: Key, job: TrainingJob) -> bool:
+        """Return whether the next failure may be a short one, as of a webhook whose pods are being replaced."""
+        told = any(transition.reason in BLOCKED_REASONS for transition in job.status.transitions[-2:])
+        return not told and self.queue.failures(key) < PATIENT_FAILURES
+
     def _update_polling(self, key: Key, job: TrainingJob, made: JobPlan) -> None:
+        self.leases.follow(key, made.suspects)
         if made.poll is None:
             self.leaders.stop_polling(key)
         else:
@@ -324,12 +375,12 @@ class Reconciler:
             operator_key = find_key((made.poll.token_secret,), key[1], uid, template, self.operator_keys)
             self.leaders.ensure_polled(key, made.poll, job_token(operator_key, uid, template))
 
-    def known_uid(self, key: Key) -> str | None:
+    def get_known_uid(self, key: Key) -> str | None:
         """Return the UID of the job that was last looked at under this name; None: there is none."""
         memory = self._memories.get(key)
         return memory.uid if memory is not None else None
 
-    def _memory(self, key: Key, uid: str) -> _Memory:
+    def _get_memory(self, key: Key, uid: str) -> _Memory:
         """Return what is known of this very job. Whatever is kept by name was its predecessor's, and is dropped."""
         memory = self._memories.get(key)
         if memory is None or memory.uid != uid:
@@ -340,6 +391,7 @@ class Reconciler:
 
     def _forget_job(self, key: Key, uid: str) -> None:
         self.leaders.stop_polling(key)
+        self.leases.follow(key, frozenset())
         self.gangs.update(key, None)
         self.nodes.forget(key)
         known = self._memories.pop(key, None)

@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 PREFIX = "EVERSTEP_"
+MIN_NODE_SILENCE = 15.0
 
 
 def _split_names(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _limit_silence(value: float) -> float:
+    if value and not MIN_NODE_SILENCE <= value <= 3600:
+        raise ValueError(f"must be 0, or from {MIN_NODE_SILENCE:g} to 3600 seconds: kubelets renew every 10 s")
+    return value
 
 
 NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
@@ -31,6 +38,9 @@ class OperatorSettings(BaseModel):
     agent_port: int = Field(8470, ge=1, le=65535)
     fence_timeout: float = Field(40.0, ge=5)
     """How long a leader that nobody renews may go on publishing checkpoints."""
+    node_silence: Annotated[float, AfterValidator(_limit_silence)] = 20.0
+    """How long the kubelet of a silent agent's node must not have renewed the node's Lease (it does every 10 s) until
+    the node is taken for dead and its pods are replaced. 0: only a removed Node object is."""
 
     allowed_service_accounts: NameList = ()
     """Service accounts that a job's pods may use besides `default`."""
@@ -46,7 +56,8 @@ class OperatorSettings(BaseModel):
     what others leave."""
     leader_connections: int = Field(1000, ge=1)
     resync_seconds: float = Field(300.0, gt=0)
-    request_timeout: float = Field(30.0, gt=0)
+    request_timeout: float = Field(35.0, gt=0)
+    """Longer than an admission webhook may take (30): the API server then says which one did not answer."""
 
     lease_name: str = "everstep-operator"
     pod_namespace: str = "everstep-system"

@@ -1,6 +1,7 @@
 """everstep: distributed training on any Kubernetes cluster that never loses a step.
 
-`everstep.progress(step, total=…, loss=…)` reports a step; `everstep.checkpointer(store, …)` saves and restores a run;
+`everstep.progress(step, total=…, loss=…)` reports a step; `everstep.checkpointer(store, …)` saves and restores a run,
+with `MemoryOptions`, `RetentionOptions`, `StorageOptions` and `TimeOptions` for what is rarely said;
 `everstep.load(uri)`, `load_into(uri, model=model)`, `list_checkpoints(uri)` and `best(uri, metric)` only read.
 `FromRank(object)` and `PerRank(object)` say whose state is saved where ranks hold different ones.
 Everything else is in the submodules; importing this package imports nothing but the standard library.
@@ -16,15 +17,36 @@ if TYPE_CHECKING:
     from everstep.checkpoint.load.api import load as load
     from everstep.checkpoint.load.api import load_into as load_into
     from everstep.checkpoint.session.checkpointer import Checkpointer as checkpointer
+    from everstep.checkpoint.session.options import MemoryOptions as MemoryOptions
+    from everstep.checkpoint.session.options import RetentionOptions as RetentionOptions
+    from everstep.checkpoint.session.options import StorageOptions as StorageOptions
+    from everstep.checkpoint.session.options import TimeOptions as TimeOptions
     from everstep.checkpoint.state.kinds import FromRank as FromRank
     from everstep.checkpoint.state.kinds import PerRank as PerRank
     from everstep.progress import progress as progress
 
-__all__ = ["FromRank", "PerRank", "best", "checkpointer", "list_checkpoints", "load", "load_into", "progress"]
+__all__ = [
+    "FromRank",
+    "MemoryOptions",
+    "PerRank",
+    "RetentionOptions",
+    "StorageOptions",
+    "TimeOptions",
+    "best",
+    "checkpointer",
+    "list_checkpoints",
+    "load",
+    "load_into",
+    "progress",
+]
 
 _WHERE = {
     "FromRank": ("everstep.checkpoint.state.kinds", "FromRank"),
+    "MemoryOptions": ("everstep.checkpoint.session.options", "MemoryOptions"),
     "PerRank": ("everstep.checkpoint.state.kinds", "PerRank"),
+    "RetentionOptions": ("everstep.checkpoint.session.options", "RetentionOptions"),
+    "StorageOptions": ("everstep.checkpoint.session.options", "StorageOptions"),
+    "TimeOptions": ("everstep.checkpoint.session.options", "TimeOptions"),
     "best": ("everstep.checkpoint.catalog.listing", "best"),
     "checkpointer": ("everstep.checkpoint.session.checkpointer", "Checkpointer"),
     "list_checkpoints": ("everstep.checkpoint.catalog.listing", "list_checkpoints"),

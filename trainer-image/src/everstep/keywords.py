@@ -25,6 +25,7 @@ def explain_keywords(**groups: type[Any]) -> Callable[[Callable[P, R]], Callable
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = inspect.signature(function).parameters.keys()
+        name_of_call = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -33,7 +34,7 @@ def explain_keywords(**groups: type[Any]) -> Callable[[Callable[P, R]], Callable
                     found = next((each for each in (name, name.removeprefix(f"{param}_")) if each in names), None)
                     if found is not None:
                         where = f"{param}={groups[param].__name__}({found}=…)"
-                        raise TypeError(f"{function.__name__}() has no keyword {name!r}: give it as {where}")
+                        raise TypeError(f"{name_of_call}() has no keyword {name!r}: give it as {where}")
             return function(*args, **kwargs)
 
         return call

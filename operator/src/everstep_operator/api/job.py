@@ -42,6 +42,8 @@ else:
 _NAME = re.compile(JOB_NAME_PATTERN)
 _DOMAIN_PATH = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~%!$&'()*+,;=:-]+$"
 
+SETTABLE_VARIABLES = ("EVERSTEP_FAILURE_DOMAIN", "EVERSTEP_CHECKPOINT_MEMORY")  # of ours, by the checkpoint library
+
 
 class EnvVar(ApiModel):
     """An environment variable of the trainer."""
@@ -60,9 +62,10 @@ class EnvVar(ApiModel):
             lambda env: not env.value or env.value_from is None,
         ),
         Rule(
-            "!self.name.startsWith('EVERSTEP_')",
-            "names that start with EVERSTEP_ belong to everstep: choose another name",
-            lambda env: not env.name.startswith("EVERSTEP_"),
+            f"!self.name.startsWith('EVERSTEP_') || self.name in {list(SETTABLE_VARIABLES)}",
+            "names that start with EVERSTEP_ belong to everstep: choose another name, or one of "
+            + " and ".join(SETTABLE_VARIABLES),
+            lambda env: not env.name.startswith("EVERSTEP_") or env.name in SETTABLE_VARIABLES,
             ".name",
         ),
     )

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -81,11 +80,6 @@ class LoadedManifests:
     """TrainingJobs and TrainingPools."""
     skipped: list[str] = field(default_factory=list)
     """Kinds of other groups, which are not judged."""
-
-
-def load_file(path: Path) -> LoadedManifests:
-    """Read a file. Raises :class:`ManifestError` with every mistake in it, ``OSError`` if it cannot be read."""
-    return load_text(path.read_text(encoding="utf-8"), str(path))
 
 
 def load_text(text: str, name: str) -> LoadedManifests:

@@ -36,8 +36,9 @@ class Reason(StrEnum):
     )
     ADMISSION_REJECTED = (
         "AdmissionRejected",
-        "The API server, an admission webhook or a policy rejects an object of a job that had pods before; it is tried "
-        "again every 30 s. The message names the rule: change it, or suspend the job and correct its template.",
+        "The API server, an admission webhook or a policy rejects an object of a job that had pods before, or a "
+        "webhook is unavailable; it is tried again every 30 s. The message names the rule: change it, or suspend the "
+        "job and correct its template.",
     )
     NAME_CONFLICT = (
         "NameConflict",
@@ -50,6 +51,11 @@ class Reason(StrEnum):
     STATUS_REFUSED = (
         "StatusRefused",
         "The API server refuses what the operator reports; it is reported without progress and last failure.",
+    )
+    STATUS_RESTORED = (
+        "StatusRestored",
+        "Somebody changed the job's status to one that tells of less (a lower epoch, fewer restarts); it is put back. "
+        "To allow more restarts, raise spec.restart.",
     )
     RETRYING = (
         "Retrying",
@@ -103,7 +109,13 @@ class Reason(StrEnum):
     POD_DELETED = "PodDeleted", "Someone deleted a pod of the job."
     EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption)."
     NODE_LOST = "NodeLost", "A node stopped answering, or was removed with the job's pods on it."
+    HELD = (
+        "Held",
+        "Most nodes of the job, its zone or the cluster are silent at once, as when a network is cut in two: their "
+        "pods stay until some are heard again; delete those pods if the machines are dead.",
+    )
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
+    GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job goes on as long as its ranks do."
     NODE_DRAINING = "NodeDraining", "A node under the job's pods is cordoned or about to be removed."
     UNCLEAN_NODE = (
         "UncleanNode",

@@ -44,20 +44,19 @@ LABEL_VALUE = f"^({_QUALIFIED})?$"
 class Pattern:
     """A string pattern of the schema, checked as the API server does: the whole string, in RE2 terms."""
 
-    def __init__(self, pattern: str, max_length: int, min_length: int = 0) -> None:
-        self.pattern, self.max_length, self.min_length = pattern, max_length, min_length
+    def __init__(self, pattern: str, max_length: int) -> None:
+        self.pattern, self.max_length = pattern, max_length
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._judge, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        limits: dict[str, Any] = {"pattern": self.pattern, "maxLength": self.max_length}
-        return handler(schema) | limits | ({"minLength": self.min_length} if self.min_length else {})
+        return handler(schema) | {"pattern": self.pattern, "maxLength": self.max_length}
 
     def _judge(self, value: str) -> str:
         if len(value) > self.max_length:
             raise PydanticCustomError("string_too_long", "{text}", {"text": "too long", "max_length": self.max_length})
-        if not re.fullmatch(self.pattern, value) or len(value) < self.min_length:
+        if not re.fullmatch(self.pattern, value):
             raise PydanticCustomError("pattern", "should match '{pattern}'", {"pattern": self.pattern})
         return value
 

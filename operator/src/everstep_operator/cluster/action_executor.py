@@ -65,12 +65,16 @@ class ActionExecutor:
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
 
-    async def execute(self, job: JobRef, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
+    async def execute(
+        self, job: JobRef, actions: Sequence[act.Action], *, patient: bool = True
+    ) -> tuple[Rejection | None, float | None]:
         """Execute actions in order.
 
         Args:
             job: The job, as it was observed.
             actions: The actions of its plan.
+            patient: Whether an admission webhook that is unavailable is an error, after which the job is looked at
+                again soon; otherwise it rejects the action.
 
         Returns:
             The rejection that stopped the list, if one did; and in how many seconds to reconcile again, if an action
@@ -90,6 +94,10 @@ class ActionExecutor:
                 return Rejection(action, "Invalid", error.message), again
             except errors.Forbidden as error:
                 return Rejection(action, "Forbidden", error.message), again
+            except errors.WebhookUnavailable as error:
+                if patient:
+                    raise
+                return Rejection(action, "Webhook", error.message), again
         return None, again
 
     async def _execute_action(self, job: JobRef, action: act.Action) -> bool:
@@ -208,7 +216,9 @@ class ActionExecutor:
         await self._run_in_parallel(job, (self._create_pod(job, action, index) for index in action.indices))
 
     async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int) -> None:
-        made, is_new = await self._ensure(PODS, job, build_pod(action.frozen, index, action.epoch, action.leader))
+        made, is_new = await self._ensure(
+            PODS, job, build_pod(action.frozen, index, action.epoch, action.leader, action.avoid)
+        )
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
         name = made["metadata"]["name"]
         if not is_new and self.cache.pods.get((job.namespace, name)) is None:

@@ -229,7 +229,7 @@ class ClusterCache:
         self.touched(key)
 
     def _node_noticed(self, key: Key, old: NodeView | None, new: NodeView | None) -> None:
-        if old is None or new is None or old.room != new.room:
+        if old is None or new is None or old.capacity != new.capacity:
             self.node_changes += 1
         if old != new:  # a kubelet writes its node's status every few minutes, to say nothing new
             for job in self.jobs_on(key[1]):

@@ -87,10 +87,10 @@ class Client:
 
     @classmethod
     async def connect(cls, kubeconfig: str | None = None, **options: Any) -> Client:
-        async def again() -> Configuration:
+        async def load_again() -> Configuration:
             return await load_credentials(kubeconfig)
 
-        return cls(await again(), relogin=again, **options)
+        return cls(await load_again(), relogin=load_again, **options)
 
     async def close(self) -> None:
         await self._api.close()
@@ -204,7 +204,7 @@ class Client:
         """Send a request, again while that can help. `blind`: it may be repeated although it may have been
         processed."""
 
-        def again(error: BaseException) -> bool:
+        def is_worth_repeating(error: BaseException) -> bool:
             if isinstance(error, errors.TooManyRequests):
                 return True
             if isinstance(error, errors.ServerError):
@@ -212,7 +212,7 @@ class Client:
             return isinstance(error, errors.Unreachable) and (blind or not error.sent)
 
         retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(again),
+            retry=tenacity.retry_if_exception(is_worth_repeating),
             stop=tenacity.stop_after_attempt(self._attempts) | tenacity.stop_after_delay(3 * self._timeout),
             wait=_retry_delay,
             reraise=True,

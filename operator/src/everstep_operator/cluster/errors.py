@@ -76,6 +76,14 @@ class ServerError(ApiError):
     """5xx: may or may not have been processed."""
 
 
+class WebhookUnavailable(ApiError):
+    """500 in the name of an admission webhook that cannot be reached, or does not answer in time.
+
+    Nothing was stored, and nothing is wrong with the server. Taken for a server in trouble, it would be told to nobody,
+    and a job that waits for the webhook would end for want of nodes.
+    """
+
+
 class Unreachable(Exception):
     """No answer: refused, reset, or timed out.
 
@@ -113,6 +121,7 @@ class AgentGone(NotOurs):
 _BY_RBAC = re.compile(r'User "[^"]*" cannot \w+ (resource|path)')
 # A webhook chooses the code of its denial freely; the API server puts these words before its message.
 _BY_WEBHOOK = re.compile(r'admission webhook "[^"]*" denied the request')
+_WITHOUT_WEBHOOK = re.compile(r"failed calling webhook")
 # Of etcd, and of the connection to it.
 _BY_ETCD = re.compile(r"etcdserver: request is too large|message larger than max")
 
@@ -153,5 +162,7 @@ def from_status(code: int, status: Any, *, retry_after: float | None = None) -> 
         return Conflict(code, reason, message)
     if code >= 500 and _BY_ETCD.search(message):
         return TooLarge(code, reason, message)
+    if code >= 500 and _WITHOUT_WEBHOOK.search(message):
+        return WebhookUnavailable(code, reason, message)
     kind = _BY_CODE.get(code, ServerError if code >= 500 else ApiError)
     return kind(code, reason, message, retry_after=retry_after)

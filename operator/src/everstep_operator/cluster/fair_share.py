@@ -136,8 +136,8 @@ def _add(counter: Counter[str], namespace: str, more: int) -> None:
 class FairSemaphore:
     """A semaphore whose slots are given out by `FairShare`; within a namespace, first come, first served."""
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._share = FairShare(limit, clock)
+    def __init__(self, limit: int) -> None:
+        self._share = FairShare(limit, time.monotonic)
         self._waiting: dict[str, deque[asyncio.Future[WorkerSlot]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ Key = tuple[str, str]
 
 MAX_CHALLENGE = 1 << 10
 CONNECT_SECONDS = 3.0
+KEEPALIVE_SECONDS, KEEPALIVES_LOST = 2, 3
 ANSWER_SECONDS = 10.0  # on top of the time the leader may hold a long poll
 BACKOFF = 0.5  # seconds, doubled with each failure
 BACKOFF_FIRST = 0.1  # before the first answer: its pod's container runs, but the agent does not listen yet
@@ -106,7 +108,7 @@ class LeaderPoller:
         """Poll this leader from now on. Another pod, epoch or address is another leader: the last one is forgotten."""
         polled = self._jobs.get(key)
         if polled is not None and _leader_identity(polled.poll) == _leader_identity(poll) and polled.token == token:
-            polled.poll = poll  # the next request carries the new ledger id and allowance
+            polled.poll = poll  # the next request carries the newest charge and the allowance
             if polled.task is None or polled.task.done():  # it never ends of itself: a bug, but not the job's end
                 polled.task = self._start(key, polled)
             return
@@ -335,13 +337,26 @@ class LeaderPoller:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._limit + 16),
+                connector=aiohttp.TCPConnector(limit=self._limit + 16, socket_factory=_open_socket),
                 timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=CONNECT_SECONDS),
                 trust_env=False,  # pods are reached directly, never through the environment's proxy
                 max_line_size=8190,
                 max_field_size=8190,
             )
         return self._session
+
+
+def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Open a socket that notices a dead machine at the other end, of which no packet tells, before a poll is over."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES_LOST)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * KEEPALIVE_SECONDS * (1 + KEEPALIVES_LOST))
+    return made
 
 
 async def _read_bounded(polled: _PolledLeader, response: aiohttp.ClientResponse, limit: int) -> bytes:

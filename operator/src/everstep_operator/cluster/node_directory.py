@@ -40,13 +40,13 @@ class NodeDirectory:
     # By job: what its count was made from, the count, and when (by `timer`) it was made.
     _places: dict[Key, tuple[tuple[int, str, int, int], int, float]] = field(default_factory=dict)
 
-    async def under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:
+    async def find_nodes_under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:
         """Return every node that one of these pods is bound to, by name."""
         names = {pod.node for pod in pods if pod.node}
-        unknown = [name for name in names if self._known(name) is None]
+        unknown = [name for name in names if self._get_known_node(name) is None]
         if unknown:
-            await asyncio.gather(*(self._ask(name) for name in unknown))
-        return {name: view for name in names if (view := self._known(name)) is not None}
+            await asyncio.gather(*(self._fetch_node(name) for name in unknown))
+        return {name: view for name in names if (view := self._get_known_node(name)) is not None}
 
     def count_places(self, job: Key, uid: str, template: int, pod: Mapping[str, Any], wanted: int) -> int | None:
         """Count the pods of a job that all nodes in the cache could hold.
@@ -70,31 +70,31 @@ class NodeDirectory:
         known = self._places.get(job)
         if known is not None and known[0] == made_from:
             return known[1]
-        if known is not None and known[0][1:] == made_from[1:] and not self._may_count(known[2]):
+        if known is not None and known[0][1:] == made_from[1:] and not self._may_count_again(known[2]):
             return known[1]
         before = self.examined
         labels = build_shared_labels(pod, job[1], template)
-        places = count_places(pod, self._rooms(), enough=wanted, labels=labels, namespace=job[0])
+        places = count_places(pod, self._list_capacities(), enough=wanted, labels=labels, namespace=job[0])
         now = self.timer()
         self._paid_until = max(self._paid_until, now - BURST_SECONDS) + (self.examined - before) / NODES_A_SECOND
         self._places[job] = (made_from, places, now)
         return places
 
-    def _may_count(self, last: float) -> bool:
+    def _may_count_again(self, last: float) -> bool:
         now = self.timer()
         return now - last >= MAX_WAIT_FACTOR * (self._paid_until - now)
 
-    def _rooms(self) -> Iterator[NodeCapacity]:
+    def _list_capacities(self) -> Iterator[NodeCapacity]:
         for _, node in self.cache.nodes.items():
-            if node.room is not None:
+            if node.capacity is not None:
                 self.examined += 1
-                yield node.room
+                yield node.capacity
 
     def forget(self, job: Key) -> None:
         """Drop what was counted for a job that waits no more."""
         self._places.pop(job, None)
 
-    def _known(self, name: str) -> NodeView | None:
+    def _get_known_node(self, name: str) -> NodeView | None:
         entry = self.cache.nodes.get(("", name))
         if entry is not None:
             self._gone.pop(name, None)  # it has come back
@@ -102,7 +102,7 @@ class NodeDirectory:
         since = self._gone.get(name)
         return NodeView(name, gone_since=since) if since is not None else None
 
-    async def _ask(self, name: str) -> None:
+    async def _fetch_node(self, name: str) -> None:
         try:
             self.cache.nodes.put(await self.client.get(NODES, None, name))
         except errors.NotFound:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Scope = Literal["jobs", "cluster", "own"]
+Scope = Literal["jobs", "cluster", "node-leases", "own"]
 
 
 class Permission(NamedTuple):
     verb: str
     group: str
     resource: str
-    scope: Scope  # where jobs are (all namespaces, or the watched ones) | without a namespace | the operator's own
+    # Where jobs are (all namespaces, or the watched ones) | without a namespace | kube-node-lease | the operator's own.
+    scope: Scope
 
 
 def _make_permissions(scope: Scope, group: str, resource: str, *verbs: str) -> list[Permission]:
@@ -31,6 +32,7 @@ USED_PERMISSIONS: frozenset[Permission] = frozenset(
         *_make_permissions("jobs", "", "events", "create", "list"),
         *_make_permissions("cluster", "everstep.dev", "trainingpools", "list", "watch"),
         *_make_permissions("cluster", "", "nodes", "get", "list", "watch"),
+        *_make_permissions("node-leases", "coordination.k8s.io", "leases", "get"),
         *_make_permissions("own", "coordination.k8s.io", "leases", "create", "get", "update"),
         *_make_permissions("own", "", "secrets", "create"),
     ]

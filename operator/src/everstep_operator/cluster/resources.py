@@ -45,5 +45,3 @@ SECRETS = ApiResource("", "v1", "secrets", "Secret")
 CONFIG_MAPS = ApiResource("", "v1", "configmaps", "ConfigMap")
 EVENTS = ApiResource("", "v1", "events", "Event")
 LEASES = ApiResource("coordination.k8s.io", "v1", "leases", "Lease")
-
-BY_KIND = {r.kind: r for r in (JOBS, POOLS, PODS, NODES, SERVICES, SECRETS, CONFIG_MAPS, EVENTS, LEASES)}

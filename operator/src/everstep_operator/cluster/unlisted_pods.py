@@ -16,8 +16,9 @@ from everstep_operator.cluster import errors
 from everstep_operator.cluster.action_executor import JobRef, check_ownership
 from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.fair_share import FairSemaphore
 from everstep_operator.cluster.resources import PODS
-from everstep_operator.plan.pod_manifest import pod_name
+from everstep_operator.plan.pod_manifest import make_pod_name
 
 T = TypeVar("T")
 PARALLEL = 20
@@ -29,6 +30,7 @@ class UnlistedPods:
 
     client: Client
     cache: ClusterCache
+    requests: FairSemaphore  # of the operator: a read pod takes memory too, and a lost node has pods of many jobs
 
     async def refresh(self, job: Key) -> None:
         """Read again what is known of the unlisted pods of a job."""
@@ -57,7 +59,8 @@ class UnlistedPods:
             StaleObject: A pod of a former job has the name, or one that is going.
             NotOurs: A pod of somebody else has the name.
         """
-        found = await _run_limited([self._find(job, (job.namespace, pod_name(job.name, index))) for index in indices])
+        names = [(job.namespace, make_pod_name(job.name, index)) for index in indices]
+        found = await _run_limited([self._find(job, name) for name in names])
         return any(found)
 
     async def _find(self, job: JobRef, name: Key) -> bool:
@@ -76,7 +79,8 @@ class UnlistedPods:
 
     async def _get(self, name: Key) -> ApiObject | None:
         try:
-            return await self.client.get(PODS, *name)
+            async with self.requests.slot(name[0]):
+                return await self.client.get(PODS, *name)
         except errors.NotFound:
             return None
 

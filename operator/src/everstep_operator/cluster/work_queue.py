@@ -153,10 +153,6 @@ class DelayQueue(Generic[K]):
     def in_work(self) -> int:
         return len(self._working)
 
-    @property
-    def delayed(self) -> int:
-        return len(self._due)
-
     def oldest_wait(self) -> float:
         """Return the seconds for which the oldest ready key has been waiting; 0 when none is."""
         self._promote()
@@ -185,13 +181,11 @@ class WorkQueue(DelayQueue[K]):
     def __init__(
         self,
         *,
-        base_backoff: float = 0.1,
-        max_backoff: float = 60.0,
         share: FairShare | None = None,
         namespace: Callable[[K], str] = lambda key: "",
     ) -> None:
         clock = asyncio.get_running_loop().time
-        super().__init__(clock, base_backoff, max_backoff, share=share, namespace=namespace)
+        super().__init__(clock, share=share, namespace=namespace)
         if share is not None:
             share.clock = clock
         self._timer: asyncio.TimerHandle | None = None  # one for all waiters

@@ -74,6 +74,7 @@ class CreatePods:
     epoch: int
     frozen: FrozenTemplate
     leader: str = ""  # ip:port of the leader that already runs, for them to announce themselves to
+    avoid: tuple[str, ...] = ()  # names of silent nodes, which the scheduler may still take for Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +169,4 @@ class JobPlan:
     events: tuple[JobEvent, ...] = ()
     requeue_at: float | None = None  # look again at this time at the latest, though nothing happens
     poll: LeaderPoll | None = None
+    suspects: frozenset[str] = frozenset()  # nodes that may be dead: their Leases are to be read

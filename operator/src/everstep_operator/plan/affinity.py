@@ -52,6 +52,25 @@ def is_node_allowed(spec: Mapping[str, Any], name: str, labels: Mapping[str, str
     return not terms or any(_term_matches(term, name, labels) for term in terms)
 
 
+def exclude_nodes(affinity: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a pod's affinity with nodes excluded by their names, whatever else it requires.
+
+    Args:
+        affinity: The `affinity` of the pod; empty if it has none.
+        names: Names of the nodes.
+    """
+    node = _as_mapping(affinity.get("nodeAffinity"))
+    required = _as_mapping(node.get("requiredDuringSchedulingIgnoredDuringExecution"))
+    # Terms are alternatives, so each has to exclude them; a requirement on a field takes one value.
+    excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in names]
+    terms = [
+        {**term, "matchFields": [*(term.get("matchFields") or ()), *excluded]}
+        for term in _as_mappings(required.get("nodeSelectorTerms")) or [{}]
+    ]
+    required = {**required, "nodeSelectorTerms": terms}
+    return {**affinity, "nodeAffinity": {**node, "requiredDuringSchedulingIgnoredDuringExecution": required}}
+
+
 def list_placement_rules(spec: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> list[PlacementRule]:
     """Return the rules by which pods of a set keep each other away from nodes, or want to be together.
 

@@ -9,7 +9,7 @@ from typing import Any
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.scalars import parse_quantity
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.observation import TRAINER_CONTAINER, PlanSettings
 
 PROTOCOL = 1
 RESTART_GRACE = 5.0
@@ -25,7 +25,7 @@ def build_job_config(
     agents ignore them."""
     spec = job.spec
     gpus = gpu_count(job, pool)
-    grace = spec.pod_template.spec.termination_grace_period_seconds or settings.termination_grace
+    grace = find_termination_grace(job, settings)
     return {
         "protocol": PROTOCOL,
         "job": {"namespace": job.metadata.namespace or "default", "name": job.metadata.name, "uid": job.metadata.uid},
@@ -42,7 +42,7 @@ def build_job_config(
         },
         "fencing": spec.restart.fencing,
         "fenceTimeoutSeconds": compute_fence_timeout(spec.num_nodes, settings),
-        "stopGraceSeconds": max(5, grace - LEAVE_SECONDS),
+        "stopGraceSeconds": max(5, grace - _read_stop_delay(job) - LEAVE_SECONDS),
         "restartGraceSeconds": RESTART_GRACE,
         "instanceType": pool.instance_type if pool is not None else LOCAL_INSTANCE_TYPE,
         "service": service_name(job) if spec.num_nodes > 1 else "",
@@ -52,6 +52,11 @@ def build_job_config(
         "cpus": _count_cpus(spec.resources.limits or spec.resources.requests),
         "gpus": gpus,
     }
+
+
+def find_termination_grace(job: TrainingJob, settings: PlanSettings) -> int:
+    """Return the seconds that a job's pods have to end: those of its template, or the operator's."""
+    return job.spec.pod_template.spec.termination_grace_period_seconds or settings.termination_grace
 
 
 def compute_fence_timeout(num_nodes: int, settings: PlanSettings) -> float:
@@ -65,6 +70,18 @@ def compute_fence_timeout(num_nodes: int, settings: PlanSettings) -> float:
 
 def service_name(job: TrainingJob) -> str:
     return f"{job.metadata.name}.{job.metadata.namespace or 'default'}.svc"
+
+
+def _read_stop_delay(job: TrainingJob) -> int:
+    """Return how many seconds of the grace the trainer's preStop hook sleeps before the agent gets its signal.
+
+    How long a hook of another kind takes, nobody knows beforehand.
+    """
+    trainer = next((c for c in job.spec.pod_template.spec.containers or () if c.name == TRAINER_CONTAINER), None)
+    found: Any = trainer.manifest() if trainer is not None else None
+    for name in ("lifecycle", "preStop", "sleep", "seconds"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if type(found) is int and found > 0 else 0
 
 
 def gpu_resource(pool: TrainingPool | None) -> str:

@@ -40,7 +40,7 @@ def _find_leader_outcome(s: PlanContext) -> JobOutcome | None:
     if outcome.result != "failed":
         # "stopped" without our asking: pod 0 was told to leave. That is a lost pod, no end of the job.
         return None
-    entry = next((e for e in reversed(s.leader.ledger) if e.id == outcome.failure), None)
+    entry = next((e for e in reversed(s.leader.history) if e.id == outcome.failure), None)
     memory = entry is not None and entry.cause == "OutOfMemory"
     reason = Reason.OUT_OF_MEMORY if memory else Reason.APPLICATION_ERROR
     failure = None

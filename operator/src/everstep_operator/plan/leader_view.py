@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_HISTORY_ENTRIES = 64
 MAX_LIST_ITEMS = 4096
+MAX_SICK_GPUS = 32
 MAX_TEXT_CHARS = 1024
 MAX_TAIL_LINES = 20
 MAX_ORDINAL = 999_999_999  # of an epoch or a generation: what the id of a charge has room for
@@ -29,8 +30,17 @@ class UncleanPod:
     """A pod whose processes would not die: nothing may run there again."""
 
     index: int
-    uid: str  # of the pod; empty from an agent that does not say
+    uid: str  # of the pod
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SickGpu:
+    """A device of which an agent reports a problem."""
+
+    index: int  # of its pod
+    name: str  # the model
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class LeaderOutcome:
     result: str  # succeeded | failed | stopped
     exit_code: int | None = None
     message: str = ""
-    failure: str = ""  # id of the ledger entry that ended the job
+    failure: str = ""  # id of the entry that ended the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +90,21 @@ class LeaderView:
     nodes: int = 0
     joined: int = 0
     missing: tuple[int, ...] = ()
+    quiet: tuple[int, ...] = ()  # agents that have missed some heartbeats; most will be heard again
     unclean: tuple[UncleanPod, ...] = ()
+    sick_gpus: tuple[SickGpu, ...] = ()
     running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
     progress: LeaderProgress | None = None
-    ledger: tuple[ReportedGeneration, ...] = ()
+    history: tuple[ReportedGeneration, ...] = ()
     outcome: LeaderOutcome | None = None
 
 
-def parse_leader_state(
-    raw: Any, *, answered_at: float, reachable: bool = True, before: LeaderView | None = None
-) -> LeaderView:
+def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | None = None) -> LeaderView:
     """Parse `/v1/state`. Fields that are missing or of another type are as if they had not been sent.
 
     Args:
         raw: The decoded JSON.
         answered_at: When the answer came (Unix seconds).
-        reachable: Whether the last attempt had an answer.
         before: The last view of this leader, if there was one: an entry ended no later than when it was first told of,
             and a generation runs since it was first told to run. The leader's own clock may be hours off.
     """
@@ -104,7 +113,7 @@ def parse_leader_state(
     asked_since = before.asked_since if before is not None else answered_at
     if before is not None and before.incarnation != incarnation:
         before = None
-    ended = {entry.id: entry.ended_at for entry in (before.ledger if before is not None else ())}
+    ended = {entry.id: entry.ended_at for entry in (before.history if before is not None else ())}
     phase = _as_text(data.get("phase"), 32)
     generation = parse_ordinal(data.get("generation"))
     running_since = None
@@ -112,7 +121,7 @@ def parse_leader_state(
         known = before.running_since if before is not None and before.generation == generation else None
         running_since = answered_at if known is None else known
     return LeaderView(
-        reachable=reachable,
+        reachable=True,
         asked_since=asked_since,
         answered_at=answered_at,
         incarnation=incarnation,
@@ -122,29 +131,43 @@ def parse_leader_state(
         phase=phase if phase in PHASES else "forming",
         nodes=_as_count(data.get("nodes")) or 0,
         joined=_as_count(data.get("joined")) or 0,
-        missing=tuple(i for i in map(_as_count, _as_list(data.get("missing"), MAX_LIST_ITEMS)) if i is not None),
+        missing=_parse_indices(data.get("missing")),
+        quiet=_parse_indices(data.get("quiet")),
         unclean=tuple(
             _parse_unclean(item) for item in _as_list(data.get("unclean"), MAX_LIST_ITEMS) if _has_index(item)
         ),
+        sick_gpus=tuple(
+            _parse_sick_gpu(item)
+            for item in _as_list(_as_mapping(data.get("gpus")).get("devices"), MAX_SICK_GPUS)
+            if _has_index(item)
+        ),
         running_since=running_since,
         progress=parse_progress(data.get("progress")),
-        ledger=tuple(sorted(_parse_history(data.get("ledger"), ended, answered_at), key=lambda e: e.order)),
+        history=tuple(sorted(_parse_history(data.get("generationHistory"), ended, answered_at), key=lambda e: e.order)),
         outcome=_parse_outcome(data.get("outcome")),
     )
 
 
-def parse_generation_id(ledger_id: str) -> tuple[int, int]:
+def parse_generation_id(generation_id: str) -> tuple[int, int]:
     """Return ("2.3" -> (2, 3)) by which generations are ordered. Anything else sorts before all of them."""
-    epoch, dot, generation = ledger_id.partition(".")
+    epoch, dot, generation = generation_id.partition(".")
     # isdecimal alone accepts digits of every script; more than nine of them no charge can hold
-    plain = ledger_id.isascii() and epoch.isdecimal() and generation.isdecimal()
+    plain = generation_id.isascii() and epoch.isdecimal() and generation.isdecimal()
     if dot and plain and max(len(epoch), len(generation)) <= len(str(MAX_ORDINAL)):
         return int(epoch), int(generation)
     return -1, -1
 
 
+def _parse_indices(raw: Any) -> tuple[int, ...]:
+    return tuple(i for i in map(_as_count, _as_list(raw, MAX_LIST_ITEMS)) if i is not None)
+
+
 def _parse_unclean(item: Any) -> UncleanPod:
     return UncleanPod(_as_count(item["index"]) or 0, _as_text(item.get("uid"), 64), _as_text(item.get("message")))
+
+
+def _parse_sick_gpu(item: Any) -> SickGpu:
+    return SickGpu(_as_count(item["index"]) or 0, _as_text(item.get("name"), 64), _as_text(item.get("problem"), 128))
 
 
 def _has_index(item: Any) -> bool:

@@ -53,7 +53,7 @@ def parse_node_capacity(raw: Mapping[str, Any]) -> NodeCapacity:
 
 def count_places(
     pod: Mapping[str, Any],
-    rooms: Iterable[NodeCapacity],
+    capacities: Iterable[NodeCapacity],
     *,
     enough: int,
     labels: Mapping[str, str] | None = None,
@@ -63,7 +63,7 @@ def count_places(
 
     Args:
         pod: The set's frozen pod template.
-        rooms: All nodes of the cluster.
+        capacities: All nodes of the cluster.
         enough: Where to stop counting.
         labels: Labels that all pods of the set have; None: those of the template.
         namespace: Namespace of the pods.
@@ -80,10 +80,10 @@ def count_places(
     may_stop = all(rule.only_grows for rule in rules)
     nodes: list[CandidateNode] = []
     places, stop_at = 0, 1
-    for room in rooms:
-        if room.taints not in tolerated:
-            tolerated[room.taints] = _tolerates_all(spec.get("tolerations") or (), room.taints)
-        node = _make_candidate(spec, room, wanted, enough, tolerated[room.taints])
+    for capacity in capacities:
+        if capacity.taints not in tolerated:
+            tolerated[capacity.taints] = _tolerates_all(spec.get("tolerations") or (), capacity.taints)
+        node = _make_candidate(spec, capacity, wanted, enough, tolerated[capacity.taints])
         places += node.places
         nodes.append(node)
         # Rules are asked at each doubling: all of that together costs as much as to ask them once, of all nodes.
@@ -95,13 +95,13 @@ def count_places(
 
 
 def _make_candidate(
-    spec: Mapping[str, Any], room: NodeCapacity, wanted: Mapping[str, Decimal], enough: int, tolerated: bool
+    spec: Mapping[str, Any], capacity: NodeCapacity, wanted: Mapping[str, Decimal], enough: int, tolerated: bool
 ) -> CandidateNode:
     selector = spec.get("nodeSelector") or {}
-    selected = all(room.labels.get(key) == value for key, value in selector.items())
-    selected = selected and is_node_allowed(spec, room.name, room.labels)
-    places = _count_node_places(wanted, room.allocatable, enough) if selected and tolerated else 0
-    return CandidateNode(room.labels, selected, places)
+    selected = all(capacity.labels.get(key) == value for key, value in selector.items())
+    selected = selected and is_node_allowed(spec, capacity.name, capacity.labels)
+    places = _count_node_places(wanted, capacity.allocatable, enough) if selected and tolerated else 0
+    return CandidateNode(capacity.labels, selected, places)
 
 
 def _count_node_places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, Decimal], enough: int) -> int:

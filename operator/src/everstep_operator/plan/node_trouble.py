@@ -1,8 +1,9 @@
-"""The trouble with nodes under a job's pods, and with pods whose Node object is gone.
+"""Finds trouble with the nodes under a job's pods, and with pods whose node is gone.
 
-Of a NotReady or cordoned node the job only tells: it may come back, and whoever drains it evicts the pods. A node that
-was removed from the cluster does not come back, and nobody will ever report the end of its pods: they are lost, and
-their objects are deleted by force so that replacements can be made. Kubernetes itself takes about a minute for that.
+Of a NotReady or cordoned node the job only tells: it may come back, and whoever drains it evicts the pods. Of a GPU in
+trouble it only tells, too: its ranks find out by themselves whether they can go on. A node that was removed from the
+cluster does not come back, nor does one that `node_loss` has declared dead: nobody will ever report the end of its
+pods. They are lost, and their objects are deleted by force so that replacements can be made.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.agent_config import RESTART_GRACE, compute_fence_timeout
 from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext
 
 # After an agent has fenced itself: its ranks have `RESTART_GRACE` to end, and the agent some seconds to kill the rest.
@@ -24,6 +26,11 @@ def find_node_trouble(s: PlanContext) -> tuple[Reason, str] | None:
         node = s.observed.nodes.get(pod.node) if pod.node and pod.ended is None else None
         if node is not None and (wrong := _judge_node(node)) is not None:
             found.append((*wrong, pod.index, f"{pod.name} is on {node.name}"))
+    sick = {gpu.index: gpu for gpu in reversed(s.leader.sick_gpus)} if s.leader is not None else {}
+    for pod in s.current.values():
+        if (gpu := sick.get(pod.index)) is not None and pod.ended is None:
+            what = f"which has a GPU in trouble ({gpu.name}: {gpu.problem})"
+            found.append((4, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
     if not found:
         return None
     worst, reason, what, _, where = min(found)
@@ -38,8 +45,7 @@ def force_delete_lost_pods(s: PlanContext) -> tuple[DeletePods | None, float | N
     With `fencing: strict` no rank of a lost pod may run beside its replacement: its machine may be up, only cut off,
     and its agent takes one fence timeout to stop them. Otherwise the fencing token keeps such ranks from publishing.
     """
-    strict = s.spec.restart.fencing == "strict" and not s.plain
-    wait = _frozen_fence_timeout(s) + _DYING if strict else 0.0
+    wait = _compute_force_delay(s)
     due = [
         (pod.gone_since + wait, pod)
         for pod in s.observed.ours
@@ -48,6 +54,20 @@ def force_delete_lost_pods(s: PlanContext) -> tuple[DeletePods | None, float | N
     now_ = tuple(PodRef(pod.name, pod.uid, 0) for at, pod in due if at <= s.now)
     later = min((at for at, _ in due if at > s.now), default=None)
     return (DeletePods(now_, Reason.NODE_LOST.value) if now_ else None), later
+
+
+def may_come_back(s: PlanContext, pod: PodView) -> bool:
+    """Return whether nothing is known of a pod but that its Node is gone, and the pod is not to be replaced yet.
+
+    A kubelet that registers its Node anew shows that the ranks have gone on all the while: no generation has ended.
+    """
+    waits = pod.gone_since is not None and s.now < pod.gone_since + _compute_force_delay(s)
+    return waits and pod.ended is None and not pod.deleting
+
+
+def _compute_force_delay(s: PlanContext) -> float:
+    strict = s.spec.restart.fencing == "strict" and not s.plain
+    return _frozen_fence_timeout(s) + _DYING if strict else 0.0
 
 
 def _frozen_fence_timeout(s: PlanContext) -> float:
@@ -61,8 +81,12 @@ def _frozen_fence_timeout(s: PlanContext) -> float:
 def _judge_node(node: NodeView) -> tuple[int, Reason, str] | None:
     if node.gone_since is not None:
         return 0, Reason.NODE_LOST, "which is no longer in the cluster"
+    if node.dead_since is not None:
+        return 0, Reason.NODE_LOST, "whose kubelet and agent are both silent"
+    if node.held:
+        return 1, Reason.HELD, f"which is silent: {node.held}"
     if not node.ready:
-        return 1, Reason.NODE_NOT_READY, f"which is not Ready ({node.not_ready_because})"
+        return 2, Reason.NODE_NOT_READY, f"which is not Ready ({node.not_ready_because})"
     if node.cordoned or node.leaving or node.deleting:
-        return 2, Reason.NODE_DRAINING, f"which is being drained ({node.leaving or 'cordoned'})"
+        return 3, Reason.NODE_DRAINING, f"which is being drained ({node.leaving or 'cordoned'})"
     return None

@@ -13,6 +13,8 @@ from typing import Any
 from everstep_operator.plan.node_capacity import NodeCapacity, parse_node_capacity
 from everstep_operator.plan.taints import DRAIN_TAINTS
 
+ZONE_LABEL = "topology.kubernetes.io/zone"
+
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
@@ -25,7 +27,17 @@ class NodeView:
     leaving: str = ""  # key of the taint that announces its removal
     deleting: bool = False
     gone_since: float | None = None  # when the operator found that there is no such Node any more (its own clock)
-    room: NodeCapacity | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
+    # Of nodes under silent agents: since when their kubelet has not renewed the Lease, once that is long enough.
+    silent_since: float | None = None
+    dead_since: float | None = None  # what `node_loss` made of it
+    held: str = ""  # why it is not taken for dead all the same
+    zone: str = ""
+    capacity: NodeCapacity | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
+
+    @property
+    def lost_since(self) -> float | None:
+        """Return since when nothing runs there for us any more, as far as anybody can know."""
+        return self.gone_since if self.gone_since is not None else self.dead_since
 
 
 def parse_node(raw: Mapping[str, Any]) -> NodeView:
@@ -43,5 +55,6 @@ def parse_node(raw: Mapping[str, Any]) -> NodeView:
         cordoned=bool(spec.get("unschedulable")),
         leaving=taints[0] if taints else "",
         deleting=meta.get("deletionTimestamp") is not None,
-        room=parse_node_capacity(raw),
+        zone=str((meta.get("labels") or {}).get(ZONE_LABEL) or ""),
+        capacity=parse_node_capacity(raw),
     )

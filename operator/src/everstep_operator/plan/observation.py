@@ -31,10 +31,12 @@ from everstep_operator.plan.node_view import NodeView
 
 TRAINER_CONTAINER = "trainer"
 TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
+EPOCH_VARIABLE = "EVERSTEP_EPOCH"
 INIT_FAILED = "InitContainerFailed"  # a ContainerEnd's reason: not the trainer's end, but of what was to prepare it
 _TEMPLATE_VOLUMES = ("everstep-job", "everstep-config")  # of pods with an agent, and in plain mode
 
 MAX_MESSAGE = 1024
+MAX_EPOCHS_LOST = 1_000_000  # more than any job gets: of a pod that somebody else has made up
 MAX_TERMINATION_LOG = 4096
 
 
@@ -49,7 +51,7 @@ class TerminationMessage:
     exit_code: int | None = None
     message: str = ""
     log_tail: tuple[str, ...] = ()
-    ledger: tuple[ReportedGeneration, ...] = ()  # agent 0's: id and cause only
+    history: tuple[ReportedGeneration, ...] = ()  # agent 0's: id and cause only
     progress: LeaderProgress | None = None  # agent 0's
 
 
@@ -87,9 +89,10 @@ class PodView:
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
     disruption: str | None = None  # reason of a true DisruptionTarget condition
-    gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observation.ours`)
+    gone_since: float | None = None  # when its node was removed from the cluster, or died (`Observation.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
     listed: bool = True  # it has the label by which pods are listed and watched
+    is_epoch_fixed: bool = False  # it stands in the pod's spec, which nobody can change, and not only in a label
     finalizers: str = ""  # of a pod that is being deleted: they keep it, and its name, after all of it has ended
 
     @property
@@ -183,7 +186,9 @@ class Rejection:
     """The API server refused an action in this very reconcile; the plan is made again with this knowledge."""
 
     action: Action
-    kind: str  # Invalid (422) | Forbidden (403) | Quota (403 of a ResourceQuota) | Conflict (a foreign object)
+    # Invalid (422) | Forbidden (403) | Quota (403 of a ResourceQuota) | Conflict (a foreign object)
+    # | Webhook (one that is unavailable)
+    kind: str
     message: str
 
 
@@ -203,6 +208,7 @@ class Observation:
     rejection: Rejection | None = None
     status_written_at: float | None = None  # of the observed status; None: unknown, long ago
     nodes: Mapping[str, NodeView] = field(default_factory=dict)  # those under the pods, as far as they are known
+    silent_nodes: tuple[str, ...] = ()  # of any job; the scheduler may take them for Ready for a minute
     places: int | None = None  # pods of the set that today's nodes could hold, up to those wanted; None: unknown
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
 
@@ -213,15 +219,21 @@ class Observation:
         mine = (self._on_its_node(self._of_an_epoch_given_out(p)) for p in self.pods if p.owner == uid)
         return tuple(sorted(mine, key=lambda p: (p.index, p.created, p.uid)))
 
+    @cached_property
+    def newest_epoch(self) -> int:
+        """Return the newest epoch that was given out: the status has it, unless somebody has lowered or removed it."""
+        uid, known = self.job.metadata.uid, self.job.status.epoch
+        fixed = [p.epoch for p in self.pods if p.is_epoch_fixed and p.owner == uid and p.epoch > known]
+        return max([known, *(epoch for epoch in fixed if epoch <= known + MAX_EPOCHS_LOST)])
+
     def _of_an_epoch_given_out(self, pod: PodView) -> PodView:
         """Return a pod with an epoch that was given out. Whoever may change pods may change their labels; an epoch is
         in the status before a pod has it."""
-        newest = self.job.status.epoch
-        return pod if 0 <= pod.epoch <= newest else replace(pod, epoch=newest)
+        return pod if 0 <= pod.epoch <= self.newest_epoch else replace(pod, epoch=self.newest_epoch)
 
     def _on_its_node(self, pod: PodView) -> PodView:
         node = self.nodes.get(pod.node) if pod.node else None
-        return pod if node is None or node.gone_since is None else replace(pod, gone_since=node.gone_since)
+        return pod if node is None or node.lost_since is None else replace(pod, gone_since=node.lost_since)
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView:
@@ -247,11 +259,13 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
     current: Mapping[str, Any] = over or state.get("running") or {}
     owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
     job = str(owner.get("name") or "")
+    fixed_epoch = _parse_fixed_epoch(spec)
     return PodView(
         index=_parse_index(str(meta.get("name") or ""), job, labels),
         name=str(meta.get("name") or ""),
         uid=str(meta.get("uid") or ""),
-        epoch=parse_ordinal(labels.get(LABEL_EPOCH), -1),
+        epoch=fixed_epoch if fixed_epoch >= 0 else parse_ordinal(labels.get(LABEL_EPOCH), -1),
+        is_epoch_fixed=fixed_epoch >= 0,
         template=_parse_template_epoch(spec, job, labels),
         created=created,
         owner=str(owner.get("uid") or ""),
@@ -289,6 +303,17 @@ def _parse_template_epoch(spec: Mapping[str, Any], job: str, labels: Mapping[str
             if (found := next((epoch for name, _, epoch in names if job and name == job), None)) is not None:
                 return parse_ordinal(found, -1)
     return parse_ordinal(labels.get(LABEL_TEMPLATE), -1)
+
+
+def _parse_fixed_epoch(spec: Mapping[str, Any]) -> int:
+    """Return the epoch that an agent is told by a value; -1 where it is not (an older operator refers to the label), or
+    where there is no agent."""
+    if not token_secret_name(spec):
+        return -1
+    containers = spec.get("containers") or ()
+    trainer: Mapping[str, Any] = next((c for c in containers if c.get("name") == TRAINER_CONTAINER), {})
+    told: Mapping[str, Any] = next((e for e in trainer.get("env") or () if e.get("name") == EPOCH_VARIABLE), {})
+    return parse_ordinal(told.get("value"), -1)
 
 
 def token_secret_name(spec: Mapping[str, Any]) -> str:
@@ -359,7 +384,7 @@ def parse_termination_message(text: str) -> TerminationMessage | None:
         exit_code=_as_int32(data.get("exitCode")),
         message=clip_text(data.get("message")),
         log_tail=tuple(clip_text(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
-        ledger=parse_history_words(data.get("ledger")),
+        history=parse_history_words(data.get("generationHistory")),
         progress=parse_progress(data.get("progress")),
     )
 

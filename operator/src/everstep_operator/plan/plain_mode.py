@@ -43,14 +43,14 @@ _NO_PYTHON = re.compile(r"(?is)(?=.*python3).*(not found|no such file)")
 def find_agent_obstacle(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
     """Return why a pod that was to run the agent cannot, and what the pod said; None if none shows that."""
     for pod in pods:
-        if pod.ended is not None and not pod.deleting and (reason := _unusable_reason(pod.ended)) is not None:
+        if pod.ended is not None and not pod.deleting and (reason := _find_unusable_reason(pod.ended)) is not None:
             return reason, pod.ended.word.message if pod.ended.word else pod.ended.message
         if pod.live and pod.waiting_reason in _NOT_CREATED and _NO_PYTHON.search(pod.waiting_message):
             return Reason.NO_PYTHON, pod.waiting_message
     return None
 
 
-def _unusable_reason(end: ContainerEnd) -> Reason | None:
+def _find_unusable_reason(end: ContainerEnd) -> Reason | None:
     if end.reason == INIT_FAILED:
         return None  # the exit code of another container
     if end.word is not None:
@@ -64,7 +64,7 @@ def _unusable_reason(end: ContainerEnd) -> Reason | None:
 
 def build_plain_files(job: Mapping[str, Any]) -> dict[str, str]:
     """Return what is the same in every pod, by key in the ConfigMap: the contract files, and the list of all hosts."""
-    facts = _contract_facts(job, 0)
+    facts = _make_contract_facts(job, 0)
     shared = {
         path.rpartition("/")[2]: data.decode()
         for path, data in build_contract_files(facts).items()
@@ -74,12 +74,12 @@ def build_plain_files(job: Mapping[str, Any]) -> dict[str, str]:
 
 
 def build_pod_annotations(job: Mapping[str, Any], index: int) -> dict[str, str]:
-    text = build_contract_files(_contract_facts(job, index))[f"{CONFIG_FOLDER}/resourceconfig.json"].decode()
+    text = build_contract_files(_make_contract_facts(job, index))[f"{CONFIG_FOLDER}/resourceconfig.json"].decode()
     return {RESOURCE_CONFIG_ANNOTATION: text}
 
 
 def build_environment(
-    job: Mapping[str, Any], index: int, config_map: str, user: list[Mapping[str, Any]]
+    job: Mapping[str, Any], index: int, config_map: str, epoch: int, user: list[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """Return the contract's variables for pod `index`, then the user's own, which win.
 
@@ -87,11 +87,12 @@ def build_environment(
         job: The resolved job.
         index: Of the pod.
         config_map: Name of the ConfigMap with build_plain_files().
+        epoch: Of the set: with each set that is made again, ranks get a greater fencing token.
         user: The user's variables.
     """
     nodes = job["numNodes"]
     master = "algo-1" if nodes > 1 else "127.0.0.1"
-    facts = _contract_facts(job, index)
+    facts = _make_contract_facts(job, index)
     variables = {
         **build_sm_environment(facts),
         **build_rank_variables(
@@ -99,7 +100,7 @@ def build_environment(
             node_rank=index,
             master_addr=master,
             master_port=MASTER_PORT,
-            epoch=job["templateEpoch"],
+            epoch=epoch,
             generation=1,
             job=job["job"]["name"],
             progress=None,
@@ -124,7 +125,7 @@ def build_environment(
     return [{"name": _HOSTS_VARIABLE, "valueFrom": reference}, *ours, *user]
 
 
-def _contract_facts(job: Mapping[str, Any], index: int) -> ContractFacts:
+def _make_contract_facts(job: Mapping[str, Any], index: int) -> ContractFacts:
     return ContractFacts(
         job=job["job"]["name"],
         hyperparameters=job["hyperparameters"],

@@ -13,7 +13,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus, TrainingJobStatus, Transition
 from everstep_operator.plan.leader_view import LeaderView
 from everstep_operator.plan.observation import Observation, PodView
-from everstep_operator.plan.pod_manifest import pod_name
+from everstep_operator.plan.pod_manifest import make_pod_name
 
 # Without an answer of the leader for so long, phases come from the pods alone. Longer than a poll that times out.
 DEGRADED_AFTER_SECONDS = 15.0
@@ -41,13 +41,15 @@ class PlanContext:
         """Return the status as it was observed: the planner's only memory.
 
         A charge of an epoch that was never given out is left out: older versions believed pods' labels and leaders'
-        ids, and it would be newer than whatever ends from now on.
+        ids, and it would be newer than whatever ends from now on. An epoch that was given out is there, whatever
+        somebody has made of the status: it shall not be given out twice.
         """
         status = self.observed.job.status
-        credible = [charge for charge in status.restarts.charges if charge.token[0] <= status.epoch]
-        if len(credible) == len(status.restarts.charges):
-            return status
-        return status.model_copy(update={"restarts": status.restarts.model_copy(update={"charges": credible})})
+        newest = self.observed.newest_epoch
+        credible = [charge for charge in status.restarts.charges if charge.token[0] <= newest]
+        if len(credible) < len(status.restarts.charges):
+            status = status.model_copy(update={"restarts": status.restarts.model_copy(update={"charges": credible})})
+        return status if status.epoch == newest else status.model_copy(update={"epoch": newest})
 
     @property
     def phase(self) -> Phase:
@@ -73,7 +75,7 @@ class PlanContext:
         return {
             p.index: p
             for p in self.observed.ours
-            if p.template == epoch and 0 <= p.index < self.wanted and p.name == pod_name(job, p.index)
+            if p.template == epoch and 0 <= p.index < self.wanted and p.name == make_pod_name(job, p.index)
         }
 
     @cached_property

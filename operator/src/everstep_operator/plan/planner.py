@@ -9,6 +9,7 @@ from everstep_operator.api.status import Phase
 from everstep_operator.plan import (
     gang,
     job_outcome,
+    node_loss,
     node_trouble,
     plain_mode,
     pod_creation,
@@ -21,6 +22,7 @@ from everstep_operator.plan import (
     ttl,
 )
 from everstep_operator.plan.actions import CreatePods, DryRun, JobPlan, LeaderPoll, PushPeers, StopLeader
+from everstep_operator.plan.agent_config import find_termination_grace
 from everstep_operator.plan.decision import Decision, parse_reason
 from everstep_operator.plan.observation import Observation, Rejection
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
@@ -60,14 +62,18 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     looks = [*decision.requeue, *([due] if due is not None else [])]
     if not decision.phase.finished and (deadline := timeouts.next_deadline(s)) is not None:
         looks.append(deadline)
+    suspects, later = (frozenset(), None) if decision.phase.finished else node_loss.list_suspect_nodes(s)
+    looks += [later] if later is not None else []
     ahead = [t for t in looks if t > now]
     return JobPlan(
         status=status,
-        changed=status is not s.status,
+        # An epoch that the status had lost is known as long as there is a pod of it.
+        changed=status is not s.status or status.epoch != s.job.status.epoch,
         actions=decision.actions,
         events=events,
         requeue_at=min(ahead) if ahead else None,
         poll=_make_poll(s, account, decision),
+        suspects=suspects,
     )
 
 
@@ -108,7 +114,7 @@ def _decide_end(s: PlanContext, account: RestartBudget) -> Decision | None:
         if outcome is not None and outcome.phase is Phase.SUCCEEDED:
             return Decision(outcome.phase, outcome.reason, outcome.message)
         reason, message = parse_reason(s.open.reason), _open_phase_message(s)
-        grace = s.spec.pod_template.spec.termination_grace_period_seconds or s.observed.settings.termination_grace
+        grace = find_termination_grace(s.job, s.observed.settings)
         until = s.open.start.timestamp() + grace + _STOP_MARGIN
         if job_outcome.has_stopped(s) or s.now >= until:
             return _fail_job(s, reason, message)
@@ -141,6 +147,7 @@ _BLOCKING = {
     "Quota": Reason.QUOTA_EXCEEDED,
     "Conflict": Reason.NAME_CONFLICT,
     "Invalid": Reason.ADMISSION_REJECTED,
+    "Webhook": Reason.ADMISSION_REJECTED,
 }
 
 
@@ -155,7 +162,7 @@ def _decide_failure(s: PlanContext, account: RestartBudget, begun: StartRecord) 
     """Fail the job if a budget or a limit of time is used up."""
     if account.exhausted is not None:
         return _fail_job(s, *account.exhausted)
-    if begun.exhausted:
+    if begun.is_exhausted:
         return _fail_job(s, Reason.START_FAILED, begun.message)
     expired = timeouts.find_expired_limit(s)
     if expired is None or (expired[0] is not Reason.RUNTIME_TIMEOUT and _are_ranks_running(s)):
@@ -214,6 +221,10 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     if s.plain:
         broken = [p for p in s.current.values() if restart_budget.is_set_charged(account.restarts, p)]
         decision = decision.with_actions(pod_replacement.make_deletion(broken, Reason.RESTARTING))
+        if decision.phase is not Phase.RUNNING and s.head is not None:
+            # Pod 0 was lost before its set ran. The ranks of one set have one fencing token.
+            older = [p for p in s.current.values() if p.epoch < s.head.epoch and p not in broken]
+            decision = decision.with_actions(pod_replacement.make_deletion(older, Reason.RESTARTING))
     else:
         gone, later = pod_replacement.list_deletable_pods(s)
         decision = decision.with_actions(pod_replacement.make_deletion(gone, Reason.POD_LOST)).requeue_at(later)

@@ -26,7 +26,7 @@ from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.observation import GangView, Observation, PodView
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES, PlanContext
-from everstep_operator.plan.pod_manifest import build_pod, template_name
+from everstep_operator.plan.pod_manifest import build_pod, make_template_name
 from everstep_operator.plan.template import RejectedTemplate
 
 BLOCKED_RETRY_SECONDS = 30.0
@@ -198,7 +198,7 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
         actions.append(DryRun(build_pod(frozen, 0, epoch)))
     if s.wanted > 1:
         actions.append(EnsureService(job.metadata.name, template.build_service(job, settings)))
-    name = template_name(job.metadata.name, t)
+    name = make_template_name(job.metadata.name, t)
     if not frozen.job.get("plain"):
         # By the template's name too: nothing else is mounted by the pods that come of it.
         token = template.secret_name_of(frozen)
@@ -208,7 +208,8 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     uid = job.metadata.uid
     key = find_key((template.secret_name_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
     actions.append(EnsureTemplate(name, t, template.build_config_map(job, frozen, key)))
-    actions.append(CreatePods(chosen, epoch, frozen, _find_leader_address(s, chosen, epoch)))
+    leader = _find_leader_address(s, chosen, epoch)
+    actions.append(CreatePods(chosen, epoch, frozen, leader, s.observed.silent_nodes))
     return actions
 
 

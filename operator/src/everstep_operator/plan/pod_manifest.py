@@ -1,5 +1,5 @@
 """The body of one pod, from the frozen template alone: whatever was edited or upgraded since, a replacement is like the
-pod that it replaces. All that it gets besides is the address of a leader that runs already.
+pod that it replaces. All that it gets besides is the address of a leader that runs already, and the nodes to avoid.
 
 Called once for each of thousands of pods, so it copies only the few objects that differ and shares the rest.
 """
@@ -10,30 +10,39 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep_operator.plan import plain_mode
+from everstep_operator.plan.affinity import exclude_nodes
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observation import TRAINER_CONTAINER
+from everstep_operator.plan.observation import EPOCH_VARIABLE, TRAINER_CONTAINER
 
 LEADER_VARIABLE = "EVERSTEP_LEADER"
+INDEX_VARIABLE = "EVERSTEP_INDEX"
 MANAGED_BY_LABEL = {"app.kubernetes.io/managed-by": "everstep"}
 
 ContainerEnvironment = list[Mapping[str, Any]]  # of a container, as manifests have it
 
 
-def pod_name(job: str, index: int) -> str:
+def make_pod_name(job: str, index: int) -> str:
     """Return the name of a pod. The name is the lock of its index: the API server lets one object have it at a time."""
     return f"{job}-{index}"
 
 
-def template_name(job: str, epoch: int) -> str:
+def make_template_name(job: str, epoch: int) -> str:
     """Return the name of the ConfigMap that keeps the template of an epoch."""
     return f"{job}-{epoch}"
 
 
-def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") -> dict[str, Any]:
+def build_pod(
+    frozen: FrozenTemplate, index: int, epoch: int, leader: str = "", avoid: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the pod to POST. It shares objects with `frozen`: read it, do not change it.
 
-    `leader`: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
+    Args:
+        frozen: The template of the pod.
+        index: Its replica index.
+        epoch: The epoch in which it is made.
+        leader: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
+        avoid: Names of nodes on which it must not be.
     """
     about = frozen.job["job"]
     name: str = about["name"]
@@ -42,7 +51,7 @@ def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") 
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": pod_name(name, index),
+            "name": make_pod_name(name, index),
             "namespace": about["namespace"],
             "labels": {
                 **build_shared_labels(frozen.pod, name, frozen.epoch),
@@ -56,14 +65,14 @@ def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") 
     annotations = dict(metadata.get("annotations") or {})
     if frozen.job.get("plain"):
         annotations |= plain_mode.build_pod_annotations(frozen.job, index)
-        config_map = template_name(name, frozen.epoch)
+        config_map = make_template_name(name, frozen.epoch)
         body["spec"]["containers"] = _replace_environment(
-            frozen, lambda env: plain_mode.build_environment(frozen.job, index, config_map, env)
+            frozen, lambda env: plain_mode.build_environment(frozen.job, index, config_map, epoch, env)
         )
-    elif leader:
-        body["spec"]["containers"] = _replace_environment(
-            frozen, lambda env: [*env, {"name": LEADER_VARIABLE, "value": leader}]
-        )
+    else:
+        body["spec"]["containers"] = _replace_environment(frozen, lambda env: _add_variables(env, index, epoch, leader))
+    if avoid:
+        body["spec"]["affinity"] = exclude_nodes(body["spec"].get("affinity") or {}, avoid)
     if annotations:
         body["metadata"]["annotations"] = annotations
     return body
@@ -79,6 +88,13 @@ def build_shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict
     """
     given = (pod.get("metadata") or {}).get("labels") or {}
     return {**given, **MANAGED_BY_LABEL, LABEL_JOB: job, LABEL_GROUP: "", LABEL_TEMPLATE: str(template)}
+
+
+def _add_variables(env: ContainerEnvironment, index: int, epoch: int, leader: str) -> ContainerEnvironment:
+    """Return the agent's environment. What tells pods apart are values in their specs, which nobody can change; the
+    template refers to labels, which anybody may change who may change pods."""
+    values = {INDEX_VARIABLE: str(index), EPOCH_VARIABLE: str(epoch), **({LEADER_VARIABLE: leader} if leader else {})}
+    return [*(e for e in env if e["name"] not in values), *({"name": n, "value": v} for n, v in values.items())]
 
 
 def _replace_environment(

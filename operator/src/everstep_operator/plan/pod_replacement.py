@@ -14,6 +14,7 @@ from everstep_operator.plan import start_failures
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext
+from everstep_operator.plan.pod_manifest import make_pod_name
 
 # A pod that the kubelet refuses ends at once; made again at once it would do so thousands of times an hour.
 REFUSED_RETRY_SECONDS = 10.0
@@ -36,7 +37,7 @@ def list_lost_pods(s: PlanContext) -> list[PodView]:
 def list_deletable_pods(s: PlanContext) -> tuple[list[PodView], float | None]:
     """Return the lost pods whose objects are to go now, and when to look again at those that may stay for a moment."""
     now_, later = [], []
-    attempt = start_failures.next_attempt_at(start_failures.count_start_failures(s).record)
+    attempt = start_failures.compute_next_attempt(start_failures.count_start_failures(s).record)
     for pod in list_lost_pods(s):
         if pod.deleting or (pod.ended is None and pod.gone_since is not None):
             # A pod on a dead node stays like this until something proves that the node is dead: see
@@ -67,7 +68,7 @@ def _is_in_history(s: PlanContext, pod: PodView) -> bool:
     last = s.status.restarts.last
     if s.leader is None or last is None:
         return False
-    return any(e.index == pod.index and e.order <= last.token for e in s.leader.ledger[-8:])
+    return any(e.index == pod.index and e.order <= last.token for e in s.leader.history[-8:])
 
 
 def is_out_of_memory(pod: PodView) -> bool:
@@ -98,32 +99,31 @@ def explain_loss(pod: PodView | None) -> Reason:
 def describe_kept_pod(s: PlanContext) -> tuple[PodView, str] | None:
     """Return a pod that finalizers keep after its end, and a message about it: no other pod can have its name.
 
-    Whoever put them there acts within a moment, or needs to be told.
+    Whoever put them there acts within a moment, or needs to be told. It may be a pod of a former job of this name.
     """
-    kept = next((p for p in s.observed.ours if p.finalizers and p.deleting and p.ended is not None), None)
+    finalized = [p for p in s.observed.pods if p.finalizers and (p.ended is not None or not p.scheduled)]
+    name, uid = s.job.metadata.name, s.job.metadata.uid
+    kept = next(
+        (p for p in finalized if p.owner == uid or any(p.name == make_pod_name(name, i) for i in range(s.wanted))), None
+    )
     if kept is None:
         return None
     return kept, f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"
 
 
-def make_deletion(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
+def make_deletion(pods: Iterable[PodView], why: Reason) -> DeletePods | None:
     """Delete those pods that nobody has asked to go yet. A pod on a removed node does not hear it: see
     `node_trouble.force_delete_lost_pods`."""
-    found = tuple(PodRef(p.name, p.uid, grace) for p in pods if p.live or (p.ended is not None and not p.deleting))
+    found = tuple(PodRef(p.name, p.uid) for p in pods if p.live or (p.ended is not None and not p.deleting))
     return DeletePods(found, why.value) if found else None
 
 
 def _list_unclean_uids(s: PlanContext) -> set[str]:
     if s.leader is None or not s.leader.unclean:
         return set()
-    answered = s.leader.answered_at or s.now
-    found = set()
-    for item in s.leader.unclean:
-        pod = s.current.get(item.index)
-        # Without a UID the complaint may be about the pod's predecessor: a young pod gets the benefit of the doubt.
-        if pod is not None and (item.uid == pod.uid if item.uid else answered - pod.created > 60):
-            found.add(pod.uid)
-    return found
+    # The complaint may be about the pod's predecessor.
+    uids = {item.uid for item in s.leader.unclean}
+    return {pod.uid for pod in s.current.values() if pod.uid in uids}
 
 
 _RUNNING_PHASES = frozenset({"Starting", "Running", "Restarting"})

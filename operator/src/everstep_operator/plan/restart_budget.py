@@ -1,8 +1,8 @@
 """Charges restarts to budgets. Every ended generation is charged once, to one cause, by the id that the leader gave it.
 
-With a leader its ledger is the only source: an entry newer than the newest charge is charged, none else. Without one
-(pod 0 is lost, plain mode, degraded) the operator charges the last generation that it saw running, under the same kind
-of id, so that whatever both know of is charged by the one who comes first and skipped by the other.
+With a leader its generation history is the only source: an entry newer than the newest charge is charged, none else.
+Without one (pod 0 is lost, plain mode, degraded) the operator charges the last generation that it saw running, under
+the same kind of id, so that whatever both know of is charged by the one who comes first and skipped by the other.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
-from everstep_operator.plan import pod_replacement
+from everstep_operator.plan import node_trouble, pod_replacement
 from everstep_operator.plan.decision import parse_reason
 from everstep_operator.plan.leader_view import MAX_ORDINAL, LeaderView, ReportedGeneration
 from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 
-# So long a "pod lost" waits for the pod's own last state, which tells an OOM or a pre-emption from a network fault.
+# So long a "pod lost" waits for the pod's own last state, which tells an OOM or a pre-emption from a network fault; and
+# so long if its agent is still silent: its node may be dead (`node_loss`).
 FATE_WAIT_SECONDS = 10.0
+SILENT_FATE_WAIT_SECONDS = 40.0
 
 _CAUSE_OF_REASON = {
     Reason.APPLICATION_ERROR: Cause.APPLICATION,
@@ -56,7 +58,7 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
             reason = _find_entry_reason(s, entry, restarts) or (_fallback_reason(entry) if over else None)
             if reason is None:
                 # Charges are in the order of generations: the later ones wait with this one.
-                retry_at = (entry.ended_at or s.now) + FATE_WAIT_SECONDS
+                retry_at = (entry.ended_at or s.now) + _find_fate_wait(s, entry)
                 break
             before, restarts = restarts, _add_charge(s, restarts, entry.id, reason)
             failure = _make_failure(s, entry, reason)
@@ -68,9 +70,10 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
             before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason)
             failure = make_pod_failure(pod, reason)
     if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
-        dead = head is None or not head.live
+        dead = head is None or not (head.live or node_trouble.may_come_back(s, head))
         # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
-        loss = head if dead else next(iter(pod_replacement.list_lost_pods(s)), None) if s.degraded else None
+        lost = (pod for pod in pod_replacement.list_lost_pods(s) if not node_trouble.may_come_back(s, pod))
+        loss = head if dead else next(lost, None) if s.degraded else None
         # A pod 0 of an older epoch is a late read: its end is on record since the epoch was raised.
         known = head is None or head.epoch == s.status.epoch
         newest = restarts.last.token if restarts.last is not None else (0, 0)
@@ -89,9 +92,9 @@ def _list_ended_generations(s: PlanContext, over: bool) -> list[ReportedGenerati
     """Return the generations that the leader told of, and when all is over those in agent 0's termination message: what
     happened while no operator asked counts too."""
     word = s.head.ended.word if over and s.head is not None and s.head.ended is not None else None
-    known = {entry.id: entry for entry in word.ledger} if word is not None else {}
+    known = {entry.id: entry for entry in word.history} if word is not None else {}
     if s.leader is not None:
-        known.update((entry.id, entry) for entry in s.leader.ledger)
+        known.update((entry.id, entry) for entry in s.leader.history)
     return sorted(known.values(), key=lambda entry: entry.order)
 
 
@@ -156,9 +159,14 @@ def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Rest
     if pod is not None and _is_lost_pod(pod, entry):
         if not pod.live:
             return pod_replacement.explain_loss(pod)
-        if s.now < (entry.ended_at or s.now) + FATE_WAIT_SECONDS and entry.ended_at is not None:
+        if s.now < (entry.ended_at or s.now) + _find_fate_wait(s, entry) and entry.ended_at is not None:
             return None
     return _fallback_reason(entry)
+
+
+def _find_fate_wait(s: PlanContext, entry: ReportedGeneration) -> float:
+    silent = s.leader is not None and entry.index in s.leader.missing
+    return SILENT_FATE_WAIT_SECONDS if silent else FATE_WAIT_SECONDS
 
 
 def _fallback_reason(entry: ReportedGeneration) -> Reason:
@@ -192,7 +200,7 @@ def _last_run_generation(s: PlanContext, leader: LeaderView) -> int:
     """Return the last generation of this epoch known to have run: one that still forms has not cost anything yet."""
     if leader.epoch != s.status.epoch:
         return min(s.status.generation, MAX_ORDINAL)
-    seen = [e.order[1] for e in leader.ledger if e.order[0] == leader.epoch]
+    seen = [e.order[1] for e in leader.history if e.order[0] == leader.epoch]
     if leader.phase in ("running", "stopping", "ended"):
         seen.append(leader.generation)
     return min(MAX_ORDINAL, max([s.status.generation, *seen]))

@@ -31,7 +31,7 @@ class StartRecord:
     fresh: bool = False  # counted in this look
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         return self.record is not None and self.record.count >= MAX_START_FAILURES
 
     @property
@@ -61,7 +61,7 @@ def count_start_failures(s: PlanContext) -> StartRecord:
     return StartRecord(StartFailures(count=count, made=to_utc(made)), first, fresh=True)
 
 
-def next_attempt_at(record: StartFailures | None) -> float:
+def compute_next_attempt(record: StartFailures | None) -> float:
     """Return when the failed pods of the last attempt may be created again, all of them together."""
     if record is None:
         return 0.0

@@ -24,13 +24,16 @@ from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPL
 from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, PlanSettings, token_secret_name
 from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.overlay import merge_overlay, normalize_mount_path
-from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference, template_name
+from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference, make_template_name
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
 from everstep_operator.plan.template_field_types import find_misshapen_field
 
 AGENT_COMMAND = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
 DEFAULT_USER_ID = 1000
 DEFAULT_SHM_BYTES = 1 << 30
+# Where the checkpoint library keeps its slots. Not in /dev/shm, which the agent empties between two generations: ranks
+# that are started again in place restore from here, without the store.
+MEMORY_VARIABLE, CHECKPOINT_MEMORY = "EVERSTEP_CHECKPOINT_MEMORY", "/opt/everstep/memory"
 
 _FIELD_REF = "fieldPath"
 _REFERENCES = {
@@ -38,7 +41,7 @@ _REFERENCES = {
     "EVERSTEP_EPOCH": "metadata.labels['everstep.dev/epoch']",
     "EVERSTEP_POD_UID": "metadata.uid",
     "EVERSTEP_POD_IP": "status.podIP",
-    "EVERSTEP_NODE_NAME": "spec.nodeName",
+    "EVERSTEP_NODE_NAME": "spec.nodeName",  # for the ranks: copies of a checkpoint lie on another machine
 }
 _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
@@ -200,7 +203,7 @@ def _build_metadata(job: TrainingJob, epoch: int | None) -> dict[str, Any]:
     if epoch is not None:
         labels[LABEL_TEMPLATE] = str(epoch)
     return {
-        "name": job.metadata.name if epoch is None else template_name(job.metadata.name, epoch),
+        "name": job.metadata.name if epoch is None else make_template_name(job.metadata.name, epoch),
         "namespace": job.metadata.namespace,
         "labels": labels,
         "ownerReferences": [build_owner_reference(job.metadata.name, job.metadata.uid)],
@@ -251,7 +254,9 @@ def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> 
         mounts += [
             _build_mount(f"everstep-{n}", f"/opt/everstep/{n}", readOnly=True) for n in ("agent", "job", "token")
         ]
-        mounts.append(_build_mount("everstep-run", "/run/everstep"))
+        mounts += [_build_mount("everstep-run", "/run/everstep"), _build_mount("everstep-memory", CHECKPOINT_MEMORY)]
+        if all(item.name != MEMORY_VARIABLE for item in spec.env):
+            env.append({"name": MEMORY_VARIABLE, "value": CHECKPOINT_MEMORY})
     resources = spec.resources.manifest()
     if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
         container["resources"] = resources
@@ -269,7 +274,7 @@ def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dic
 
 
 def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSettings) -> list[dict[str, Any]]:
-    name = template_name(job.metadata.name, epoch)
+    name = make_template_name(job.metadata.name, epoch)
     volumes: list[dict[str, Any]] = [
         {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
         *({"name": f"everstep-{folder}", "emptyDir": {}} for folder in _FOLDERS),
@@ -290,12 +295,13 @@ def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSett
         {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
         {"name": TOKEN_VOLUME, "secret": {"secretName": token, "defaultMode": 0o440}},
         {"name": "everstep-run", "emptyDir": {}},
+        {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
     ]
 
 
 def _shm_size(job: TrainingJob) -> str:
-    """Return half of the pod's memory: it counts against the same limit, and data loaders must not push the ranks
-    out."""
+    """Return half of the pod's memory: what is in a memory volume counts against the same limit, and must not push the
+    ranks out."""
     resources = job.spec.resources
     memory = resources.limits.get("memory") or resources.requests.get("memory")
     return str(int(parse_quantity(memory)) // 2 if memory else DEFAULT_SHM_BYTES)

@@ -12,29 +12,29 @@ from typing import Any
 _TEXT, _OBJECT, _LIST = "a string", "an object", "a list of objects"
 
 
-def find_misshapen_field(over: Mapping[str, Any]) -> str | None:
+def find_misshapen_field(overlay: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the first such field of a podTemplate.spec, or None."""
-    for field, value, wanted in _list_typed_fields(over):
+    for field, value, wanted in _list_typed_fields(overlay):
         if value is not None and not _has_type(value, wanted):
             return f"podTemplate.spec.{field} must be {wanted}, not {value!r:.100}"
     return None
 
 
-def _list_typed_fields(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _list_typed_fields(overlay: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (path, value, shape), from the outside in: what is checked first may be relied on by what follows."""
-    yield "serviceAccount", over.get("serviceAccount"), _TEXT
-    yield "priorityClassName", over.get("priorityClassName"), _TEXT
-    yield from _list_security_fields("", over.get("securityContext"))
-    yield "securityContext.sysctls", (over.get("securityContext") or {}).get("sysctls"), _LIST
-    for number, sysctl in enumerate((over.get("securityContext") or {}).get("sysctls") or ()):
+    yield "serviceAccount", overlay.get("serviceAccount"), _TEXT
+    yield "priorityClassName", overlay.get("priorityClassName"), _TEXT
+    yield from _list_security_fields("", overlay.get("securityContext"))
+    yield "securityContext.sysctls", (overlay.get("securityContext") or {}).get("sysctls"), _LIST
+    for number, sysctl in enumerate((overlay.get("securityContext") or {}).get("sysctls") or ()):
         yield f"securityContext.sysctls[{number}].name", sysctl.get("name"), _TEXT
-    for volume in over.get("volumes") or ():
+    for volume in overlay.get("volumes") or ():
         path = f"volumes[{volume['name']}].projected"
         yield path, volume.get("projected"), _OBJECT
         yield f"{path}.sources", (volume.get("projected") or {}).get("sources"), _LIST
     for kind in ("containers", "initContainers", "ephemeralContainers"):
-        yield kind, over.get(kind), _LIST
-        for place, container in enumerate(over.get(kind) or ()):
+        yield kind, overlay.get(kind), _LIST
+        for place, container in enumerate(overlay.get(kind) or ()):
             path = f"{kind}[{container.get('name', place)}]"
             yield from _list_security_fields(f"{path}.", container.get("securityContext"))
             capabilities = (container.get("securityContext") or {}).get("capabilities")

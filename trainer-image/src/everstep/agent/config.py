@@ -26,7 +26,6 @@ class AgentConfig:
     namespace: str
     name: str
     job_uid: str
-    template_epoch: int
     num_nodes: int
     num_proc_per_node: int
     command: tuple[str, ...]
@@ -49,7 +48,6 @@ class AgentConfig:
     epoch: int  # of this pod's creation; a leader leads at this epoch
     pod_uid: str
     pod_ip: str
-    node_name: str
     leader: str = ""  # ip:port of the leader that ran when this pod was made; empty: there was none
 
     @property
@@ -82,18 +80,14 @@ class AgentConfig:
 
     @property
     def silence(self) -> float:
-        """Return the seconds without a frame after which a leader takes a node for lost."""
-        return max(12.0, 4 * self.heartbeat)
+        """Return the seconds without a frame after which one end of a link takes the other for lost.
 
-    @property
-    def leader_silence(self) -> float:
-        """Return the seconds without a frame after which a node takes its leader for lost.
-
-        A leader that stood still (a starved or frozen machine) and goes on must find its links as they were: to drop
-        one ends the generation, though all ranks are well. Until the fence timeout nothing is gained by it either: a
-        new leader, or the same one, dials anew and needs no old link to be gone.
+        An agent that stood still (a starved or frozen machine, a network that was away) and goes on must find its link
+        as it was: to drop it ends the generation, though all ranks are well. Until the fence timeout nothing is gained
+        by it either: a process that ends breaks its link at once, a pod that is replaced says so itself, and only after
+        that time a node that cannot be reached has given up the right to publish by itself.
         """
-        return max(self.silence, self.fence_timeout)
+        return max(12.0, 4 * self.heartbeat, self.fence_timeout)
 
 
 @dataclass(frozen=True)
@@ -109,6 +103,7 @@ class AgentPaths:
     ml: Path
     termination_log: Path
     owns_pod: bool
+    slots: Path | None = None
 
     @classmethod
     def for_pod(cls, agent: Path) -> AgentPaths:
@@ -121,6 +116,7 @@ class AgentPaths:
             ml=Path("/opt/ml"),
             termination_log=Path("/dev/termination-log"),
             owns_pod=os.getpid() == 1,
+            slots=Path("/opt/everstep/memory"),  # the pod's own too, and no generation's
         )
 
     @classmethod
@@ -164,7 +160,6 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         namespace=about.text("namespace"),
         name=about.text("name"),
         job_uid=about.text("uid"),
-        template_epoch=job.integer("templateEpoch"),
         num_nodes=nodes,
         num_proc_per_node=job.integer("numProcPerNode", 1),
         command=job.texts("command"),
@@ -187,7 +182,6 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         epoch=_environ_integer(environ, "EVERSTEP_EPOCH", 1),
         pod_uid=environ.get("EVERSTEP_POD_UID", ""),
         pod_ip=environ.get("EVERSTEP_POD_IP", ""),
-        node_name=environ.get("EVERSTEP_NODE_NAME", ""),
         leader=environ.get("EVERSTEP_LEADER", ""),
     )
 

@@ -101,24 +101,23 @@ def parse_options(argv: list[str]) -> AgentOptions:
 def run_agent(options: AgentOptions) -> int:
     agent = Path(sys.argv[0]).absolute()
     if options.base is None:
-        place, environ = AgentPaths.for_pod(agent), dict(os.environ)
+        paths, environ = AgentPaths.for_pod(agent), dict(os.environ)
     else:
-        place = AgentPaths.for_laptop(agent, options.base, options.index)
+        paths = AgentPaths.for_laptop(agent, options.base, options.index)
         environ = {
             "EVERSTEP_INDEX": str(options.index),
             "EVERSTEP_EPOCH": str(options.epoch),
             "EVERSTEP_POD_UID": f"local-{options.index}-{os.getpid()}",
             "EVERSTEP_POD_IP": options.address,
-            "EVERSTEP_NODE_NAME": "localhost",
             "EVERSTEP_LEADER": options.leader,
         }
     make_undumpable()  # before the token is in memory
     try:
-        config, token = load_config(place.job, environ), read_token(place.token)
-        place.scratch.mkdir(parents=True, exist_ok=True)
+        config, token = load_config(paths.job, environ), read_token(paths.token)
+        paths.scratch.mkdir(parents=True, exist_ok=True)
         if options.base is not None:
             config = dataclasses.replace(config, port=options.port, service="")
-        return asyncio.run(_Agent(config, place, token).run())
+        return asyncio.run(_Agent(config, paths, token).run())
     except Exception as error:
         agent_log.route_log_lines(None)
         if not isinstance(error, (OSError, ValueError)):
@@ -126,25 +125,25 @@ def run_agent(options: AgentOptions) -> int:
         log_line(explain_fault(error))
         # No outcome: a full disk or a port in use is this pod's, and another pod may do better.
         termination_message.write_termination_message(
-            place.termination_log, {"result": LEFT, "exitCode": 1, "message": explain_fault(error)}
+            paths.termination_log, {"result": LEFT, "exitCode": 1, "message": explain_fault(error)}
         )
         return 1
 
 
 class _Agent:
-    def __init__(self, config: AgentConfig, place: AgentPaths, token: bytes) -> None:
+    def __init__(self, config: AgentConfig, paths: AgentPaths, token: bytes) -> None:
         self._config = config
-        self._place = place
+        self._paths = paths
         self._token = token
         self._signals = 0
 
     async def run(self) -> int:
         config, loop = self._config, asyncio.get_running_loop()
         incarnation = secrets.token_hex(8)
-        node = NodeAgent(config, self._place, incarnation, loop.time)
+        node = NodeAgent(config, self._paths, incarnation, loop.time)
         tasks = Tasks(node.crash)
         loop.set_exception_handler(lambda _, context: _handle_loop_error(node, context))
-        leading: LeaderServer | None = None
+        leader_server: LeaderServer | None = None
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", node.accept)}
         if config.leads:
             # Only here: a module in a zipapp is compiled at every start, and a job waits for its slowest agent.
@@ -153,9 +152,11 @@ class _Agent:
 
             raise_file_limit(config.num_nodes)
             leader = LeaderState(config, incarnation, loop.time(), time.time(), find_free_port)
-            leading = LeaderServer(config, self._token, node, leader, loop.time)
-            routes.update(leading.routes())
-        processes = Supervisor(config, self._place, node.emit, leading.spawn_on if leading else _reject_spawn)
+            leader_server = LeaderServer(config, self._token, node, leader, loop.time)
+            routes.update(leader_server.routes())
+        processes = Supervisor(
+            config, self._paths, node.emit, leader_server.spawn_on if leader_server else _reject_spawn
+        )
         agent_log.route_log_lines(processes.log)
         node.run_with(processes, self._token)
         # By this clock a request that was signed before this machine was suspended is too old to renew a lease.
@@ -166,8 +167,8 @@ class _Agent:
                 continue  # a laptop's nohup
             loop.add_signal_handler(signum, self._handle_stop_signal, node, tasks)
         log_line(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
-        if leading is not None:
-            leading.start(processes)
+        if leader_server is not None:
+            leader_server.start(processes)
         elif config.leader_address:
             from .node.announce import announce_agent
 
@@ -178,10 +179,10 @@ class _Agent:
             tasks.start(watch_gpus(processes.gpus, node.gpus))
         ended = await node.ended
         await node.finish(ended.result)
-        await self._leave_last_words(node, leading, ended)
-        if leading is not None:
-            await leading.linger()
-            leading.close()
+        await self._leave_termination_message(node, leader_server, ended)
+        if leader_server is not None:
+            await leader_server.linger()
+            leader_server.close()
         server.close()
         await self._close(processes)
         return termination_message.safe_exit_code(ended.exit_code)
@@ -190,13 +191,15 @@ class _Agent:
         agent_log.route_log_lines(None)
         await processes.close()
 
-    async def _leave_last_words(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
+    async def _leave_termination_message(
+        self, node: NodeAgent, leader_server: LeaderServer | None, ended: AgentExit
+    ) -> None:
         word: dict[str, Any] = node.termination_message(ended)
-        if leading is not None:
+        if leader_server is not None:
             # For an operator that was away: what the job's restarts were, and how far it came, before nobody can be
             # asked any more.
-            word["ledger"], word["progress"] = leading.charges(), leading.progress()
-        failure = leading.failure() if leading is not None else None
+            word["generationHistory"], word["progress"] = leader_server.charges(), leader_server.progress()
+        failure = leader_server.failure() if leader_server is not None else None
         if failure is not None:
             # Agent 0 speaks for the job: what made it fail, on whichever node.
             word.update(
@@ -206,9 +209,9 @@ class _Agent:
                 message=failure.message,
                 logTail=list(failure.log_tail),
             )
-        termination_message.write_termination_message(self._place.termination_log, word)
+        termination_message.write_termination_message(self._paths.termination_log, word)
         if ended.result == FAILED:
-            output, message, tail = self._place.ml / "output", str(word["message"]), tuple(word["logTail"])
+            output, message, tail = self._paths.ml / "output", str(word["message"]), tuple(word["logTail"])
             writing = in_thread_when_possible(
                 lambda: failure_file.write_failure_file(output, message, tail), "failure-file"
             )
@@ -220,7 +223,7 @@ class _Agent:
         self._signals += 1
         grace = self._config.stop_grace
         if self._signals > 1:
-            if self._place.owns_pod:
+            if self._paths.owns_pod:
                 return
             grace = min(grace, 2.0 if self._signals == 2 else 0.0)
         else:

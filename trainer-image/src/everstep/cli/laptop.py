@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import signal
 import tempfile
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 from everstep.cli.errors import CliError
 from everstep.cli.live import LiveScreen
-from everstep.cli.local import EPOCH, LocalAgents
+from everstep.cli.local import EPOCH, LocalAgents, hold_base
 from everstep.cli.prepare import PreparedJob
 from everstep.cli.story import StateNarrator
 from everstep.cli.terminal import format_duration
@@ -37,17 +36,20 @@ class LocalRun:
         self._stop_sent = False
 
     def run(self) -> int:
-        """Run the job and return its exit code; 130 if it was interrupted."""
+        """Run the job and return its exit code; 130 if it was interrupted.
+
+        Raises:
+            CliError: The base cannot be used, or the agents cannot be reached.
+        """
         from everstep.agent_zip import build_zipapp
 
         started = time.time()
         agent = self._base / "agent.pyz"
-        self._base.mkdir(parents=True, exist_ok=True)
-        agent.write_bytes(build_zipapp())
-        with LiveScreen(self._prepared.name) as screen, self._signals():
+        with hold_base(self._base) as lock, LiveScreen(self._prepared.name) as screen, self._signals():
+            agent.write_bytes(build_zipapp())
             for note in self._prepared.notes:
                 screen.say(note)
-            agents = LocalAgents(self._prepared.local, self._base, agent, screen.log)
+            agents = LocalAgents(self._prepared.local, self._base, agent, screen.log, lock)
             try:
                 self._follow(agents, screen)
                 if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
@@ -62,46 +64,42 @@ class LocalRun:
 
     def _follow(self, agents: LocalAgents, screen: LiveScreen) -> None:
         """Poll the leader until it has told the outcome, or has ended."""
-        from everstep.agent.wire.leader_client import LeaderClient, LeaderError
+        from everstep.agent.wire.http_client import RequestRejected
+        from everstep.cli.leader_client import LeaderClient
 
         leader = LeaderClient(agents.addresses[0], agents.token)
         peers = {index: address for index, address in agents.addresses.items() if index}
         introduced = False
         deadline = time.monotonic() + START_SECONDS
-        try:
-            while self._story.outcome is None and self._interrupts < 2:
-                asked = time.monotonic()
-                try:
-                    if not introduced:
-                        leader.peers(EPOCH, peers)
-                        introduced = True
-                    if self._interrupts and not self._stop_sent:
-                        leader.stop("interrupted")
-                        self._stop_sent = True
-                        screen.say("stopping; once more kills")
-                    state = leader.state(self._story.after, POLL_SECONDS, self._story.charged, self._story.allowance)
-                except (OSError, http.client.HTTPException) as error:
-                    if agents.exits[0] is not None or time.monotonic() > deadline:
-                        if self._story.state or agents.exits[0] is not None:
-                            return
-                        raise CliError(f"the leader does not answer: {error}") from None
-                    time.sleep(0.05)
-                    continue
-                except LeaderError as error:
-                    raise CliError(f"the leader refuses: {error}") from None
-                deadline = time.monotonic() + START_SECONDS
-                for sentence in self._story.feed(state):
-                    screen.say(sentence)
-                screen.show(state)
-                # On a cluster the operator would replace the pod; here nobody does.
-                if self._story.outcome is None and (
-                    gone := [i for i, code in enumerate(agents.exits) if code is not None]
-                ):
-                    screen.say(f"the agent of node {gone[0]} ended unexpectedly")
-                    return
-                time.sleep(max(0.0, MIN_PAUSE - (time.monotonic() - asked)))
-        finally:
-            leader.close()
+        while self._story.outcome is None and self._interrupts < 2:
+            asked = time.monotonic()
+            try:
+                if not introduced:
+                    leader.peers(EPOCH, peers)
+                    introduced = True
+                if self._interrupts and not self._stop_sent:
+                    leader.stop("interrupted")
+                    self._stop_sent = True
+                    screen.say("stopping; once more kills")
+                state = leader.state(self._story.after, POLL_SECONDS, self._story.charged, self._story.allowance)
+            except OSError as error:
+                if agents.exits[0] is not None or time.monotonic() > deadline:
+                    if self._story.state or agents.exits[0] is not None:
+                        return
+                    raise CliError(f"the leader does not answer: {error}") from None
+                time.sleep(0.05)
+                continue
+            except RequestRejected as error:
+                raise CliError(f"the leader rejects it: {error}") from None
+            deadline = time.monotonic() + START_SECONDS
+            for sentence in self._story.feed(state):
+                screen.say(sentence)
+            screen.show(state)
+            # On a cluster the operator would replace the pod; here nobody does.
+            if self._story.outcome is None and (gone := [i for i, code in enumerate(agents.exits) if code is not None]):
+                screen.say(f"the agent of node {gone[0]} ended unexpectedly")
+                return
+            time.sleep(max(0.0, MIN_PAUSE - (time.monotonic() - asked)))
 
     def _verdict(self, agents: LocalAgents, screen: LiveScreen) -> int:
         outcome: dict[str, Any] = self._story.outcome or agents.last_word()
@@ -136,8 +134,10 @@ class LocalRun:
         def interrupt(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
 
+        heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # What was ignored before stays so: `nohup` means that a closed terminal ends nothing.
         previous = {
-            number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            number: signal.signal(number, interrupt) for number in heard if signal.getsignal(number) != signal.SIG_IGN
         }
         try:
             yield

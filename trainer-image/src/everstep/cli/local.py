@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -13,11 +14,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from everstep.cli.errors import CliError
 from everstep.cli.lines import LogLine, parse_line
 
 LOOPBACK_ADDRESS = "127.0.0.1"
@@ -43,8 +45,20 @@ class LocalAgents:
     """A set of agents of one run. `write` is called with each line of output, from a thread of its own for each
     stream."""
 
-    def __init__(self, job: LocalJob, base: Path, agent: Path, write: Callable[[LogLine], None]) -> None:
+    def __init__(
+        self, job: LocalJob, base: Path, agent: Path, write: Callable[[LogLine], None], lock: int | None = None
+    ) -> None:
+        """Start the agents.
+
+        Args:
+            job: The job.
+            base: The folder of its files; see `hold_base`.
+            agent: The agent's zipapp.
+            write: Takes the lines of output.
+            lock: A descriptor that the agents keep open, until the last of them has ended.
+        """
         self.base = base
+        self._lock = () if lock is None else (lock,)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         ports = find_free_ports(job.nodes)
         self.addresses = {index: f"{LOOPBACK_ADDRESS}:{port}" for index, port in enumerate(ports)}
@@ -54,6 +68,8 @@ class LocalAgents:
         base.mkdir(parents=True, exist_ok=True)
         _write_private_file(base / "token", self.token)
         (base / "job.json").write_text(json.dumps({**job.config, "job": _identify_job(job.config["job"])}))
+        for word in base.glob("node-*/termination-log"):
+            word.unlink()  # of an earlier run, which would be taken for this one's
         try:
             for index, port in enumerate(ports):
                 self._processes.append(self._start(index, port, agent, job.environment))
@@ -117,6 +133,7 @@ class LocalAgents:
             errors="replace",
             # The terminal's Ctrl-C is for us: the job is stopped through its leader, with grace.
             start_new_session=True,
+            pass_fds=self._lock,
             preexec_fn=_make_parent_death_hook(),
         )
         for stream in (process.stdout, process.stderr):
@@ -129,6 +146,39 @@ class LocalAgents:
     def _read(self, node: str, stream: IO[str]) -> None:
         for raw in stream:
             self._write(parse_line(raw, node, stamped=False))
+
+
+@contextlib.contextmanager
+def hold_base(base: Path) -> Iterator[int]:
+    """Make the folder of a run, and hold it for this run alone: two would write each other's token, configuration and
+    fencing token.
+
+    Args:
+        base: The folder.
+
+    Yields:
+        The descriptor of its lock. Whoever inherits it holds the folder as well.
+
+    Raises:
+        CliError: It cannot be made or written, or another run uses it.
+    """
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        lock = os.open(base / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CliError(f"{error.filename}: {error.strerror}: give another folder with --base") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CliError(
+                f"{base} is in use by another run: wait for its end, or give another folder with --base"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def _make_parent_death_hook() -> Callable[[], object] | None:

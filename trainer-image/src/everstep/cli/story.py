@@ -45,7 +45,7 @@ class StateNarrator:
         self.progress = dict(state.get("progress") or self.progress)
         if self.ranks_started is None and state.get("ranksStartedAt"):
             self.ranks_started = float(state["ranksStartedAt"])
-        for entry in state.get("ledger", []):
+        for entry in state.get("generationHistory", []):
             if _parse_token(entry["id"]) <= _parse_token(self.charged):
                 continue
             self.charged = entry["id"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from pathlib import Path
 from typing import Any, Callable, Protocol
 
 from everstep.agent.ranks import logs
-from everstep.agent.ranks.environment import count_cpus, find_interface
+from everstep.agent.ranks.environment import count_cpus, find_interface, read_program
 from everstep.agent.ranks.events import Event, LauncherExited, PodUnusable
 from everstep.agent.system import faults
 from everstep.agent.system.processes import ChildProcess, ChildProcesses
+from everstep.agent.system.threads import in_thread_if_possible
 from everstep.agent.wire.generation_layout import GenerationLayout
 
 from . import mpi_flavors
@@ -113,7 +113,7 @@ class MpiSession:
             env: The environment of mpirun.
         """
         try:
-            mpirun = shutil.which("mpirun", path=env.get("PATH"))
+            mpirun = await in_thread_if_possible(lambda: read_program("mpirun", env.get("PATH")), "find-mpirun")
             if mpirun is None:
                 raise mpi_flavors.UnsupportedMpi(
                     f"no mpirun in the image (PATH={env.get('PATH')}): distribution needs {mpi_flavors.SUPPORTED}"
@@ -143,7 +143,7 @@ class MpiSession:
             finally:
                 output.opened()
         except (OSError, mpi_flavors.UnsupportedMpi) as error:
-            if faults.is_of_the_pod(error):
+            if faults.is_pod_fault(error):
                 raise
             self._hooks.stderr.write(f"[mpirun] everstep: {error}\n".encode())
             self._hooks.emit(LauncherExited(self._layout.generation, 127, str(error), ()))

@@ -67,8 +67,8 @@ class Generation:
         return self.failures[0].at - self.started_at
 
     def entry(self, now: float, wall_offset: float) -> EndedGeneration:
-        """Return its line in the ledger, now that it is over; `wall_offset` makes times of day of the leader's
-        times."""
+        """Return its entry of the generation history, now that it is over; `wall_offset` makes times of day of the
+        leader's times."""
         failure = failure_causes.find_root_cause(self.failures)
         end = failure.exit
         return EndedGeneration(

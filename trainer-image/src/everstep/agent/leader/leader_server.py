@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, Callable
 
 from everstep.agent.config import AgentConfig
-from everstep.agent.node.fencing import LeaderLease, answers_tls, find_api_server
+from everstep.agent.node.fencing import LeaderLease, StallDetector, answers_tls, find_api_server
 from everstep.agent.node.node_agent import NodeAgent
 from everstep.agent.node.supervisor_interface import SupervisorInterface
 from everstep.agent.system.agent_log import log_line
@@ -50,6 +50,7 @@ class LeaderServer:
         self._processes: SupervisorInterface | None = None
         self._lease_clock = lease_clock
         self._lease = LeaderLease(config.fence_timeout, lease_clock())
+        self._stalls = StallDetector(clock, lease_clock, min(1.0, config.fence_timeout / 4))
         self._changed = asyncio.Event()
         self._version = leader.version
         self._phase = leader.phase
@@ -73,6 +74,7 @@ class LeaderServer:
         self._node.attach(Loopback(lambda message: self.arrived(0, message), crash))
         self.keep(self._heartbeats())
         self.keep(self._renew_lease())
+        self.keep(self._note_running())
         self._pump()
 
     async def spawn_on(self, index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
@@ -88,7 +90,8 @@ class LeaderServer:
         if allowance is not None and not allowance.isdecimal():
             raise HttpError(400, "allowance must be a number")
         self._polled_at = self._clock()
-        self._lease.renew(self._lease_clock())
+        # After this process stood still: the request may have waited, and whoever sent it may be gone since.
+        self._lease.renew(self._lease_clock(), min(request.age, self._stalls.age()))
         self._leader.release(self._polled_at)
         self._leader.note_poll(
             self._polled_at, query.get("charged", ""), int(allowance) if allowance is not None else None
@@ -185,7 +188,7 @@ class LeaderServer:
         elif isinstance(command, HangUp):
             self._links.fence(command.index)
             self._links.drop(command.index)
-            self._daemons.lost(command.index)
+            self._daemons.handle_node_loss(command.index)
         elif isinstance(command, StartRanks):
             self._ping()  # who waited long for this leader has no lease, and would start its ranks fenced
             self._links.send_all(command.layout.to_json())
@@ -193,21 +196,21 @@ class LeaderServer:
             stop = {"type": "stop", "generation": command.generation, "graceSeconds": command.grace}
             self._links.send(command.indexes, stop)
         elif isinstance(command, EndJob):
-            outcome = command.outcome
-            log_line(f"{outcome.result}: {outcome.message}")
-            end = {"type": "end", "result": outcome.result, "exitCode": outcome.exit_code, "message": outcome.message}
-            self._links.send_all(end)
+            log_line(f"{command.outcome.result}: {command.outcome.message}")
+            self._links.send_all(command.outcome.to_message())
 
     # ---- what happens on the links
 
     def joined(self, hello: protocol.Hello) -> None:
         self._expired()
-        self._daemons.lost(hello.index)  # whoever was there before is gone
+        self._daemons.handle_node_loss(hello.index)  # whoever was there before is gone
         self._leader.node_joined(self._clock(), hello)
+        if self._leader.outcome is not None:  # it was dialled when the job ended
+            self._links.send((hello.index,), self._leader.outcome.to_message())
         self._pump()
 
     def lost(self, index: int, why: str) -> None:
-        self._daemons.lost(index)
+        self._daemons.handle_node_loss(index)
         self._leader.link_lost(self._clock(), index, why)
         self._pump()
 
@@ -237,10 +240,10 @@ class LeaderServer:
             leader.node_leaving(now, index)
         elif kind == "output":
             if self._processes is not None:
-                self._daemons.output(index, message, self._processes)
+                self._daemons.forward_output(index, message, self._processes)
             return
         elif kind == "exit":
-            self._daemons.exited(index, message)
+            self._daemons.handle_exit(index, message)
             return
         self._pump()
 
@@ -253,6 +256,11 @@ class LeaderServer:
 
     def _ping(self) -> None:
         self._links.send_all({"type": "ping", "age": self._lease.age(self._lease_clock())})
+
+    async def _note_running(self) -> None:
+        while True:
+            await asyncio.sleep(self._stalls.interval)
+            self._stalls.note_running()
 
     async def _renew_lease(self) -> None:
         """Renew the lease in the second way, by the API server's answers, and fence when neither way works."""
@@ -281,11 +289,11 @@ class LeaderServer:
         outcome = self._leader.outcome
         if outcome is None or outcome.failure is None:
             return None
-        return next((e for e in self._leader.budget.ledger if e.id == outcome.failure), None)
+        return next((e for e in self._leader.budget.history if e.id == outcome.failure), None)
 
     def charges(self) -> list[str]:
         """Return the newest ended generations, "epoch.generation cause" each, as the termination message holds them."""
-        return [f"{e.id} {e.cause}" for e in self._leader.budget.ledger][-LAST_CHARGES:]
+        return [f"{e.id} {e.cause}" for e in self._leader.budget.history][-LAST_CHARGES:]
 
     def progress(self) -> dict[str, Any] | None:
         """Return how far the job came, without what may be long."""

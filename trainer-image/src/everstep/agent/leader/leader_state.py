@@ -2,13 +2,13 @@
 
 No sockets, no clock of its own, no tasks: every input carries `now` (monotonic seconds) and leaves commands behind,
 which the caller takes and carries out. `leader_server.py` is that caller. What it decides from is kept in `members.py`
-(the nodes), `generation.py` (the ranks that run or stop) and `restart_allowance.py` (the ledger).
+(the nodes), `generation.py` (the ranks that run or stop) and `restart_allowance.py` (the generation history).
 
     forming -> starting -> running -> stopping -> (backoff) -> forming ... -> ended
 
 Invariants (tests/agent/test_leader_invariants.py): ids strictly increase; a generation starts only when every node has
-joined and is clean; application restarts never exceed the allowance; a generation has at most one ledger entry;
-ended is final.
+joined and is clean; application restarts never exceed the allowance; a generation has at most one entry of the
+generation history; ended is final.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class LeaderState:
 
     def state(self) -> dict[str, Any]:
         """Return the answer to GET /v1/state."""
-        ledger = self.budget.ledger
-        tails = len(ledger) - MAX_HISTORY_TAILS
+        history = self.budget.history
+        tails = len(history) - MAX_HISTORY_TAILS
         return {
             "protocol": 1,
             "incarnation": self.incarnation,
@@ -107,10 +107,9 @@ class LeaderState:
             "generation": self.generation,
             "phase": self.phase,
             **self._members.to_json(),
-            "held": self.held,
             "ranksStartedAt": self.ranks_started_at,
             "progress": self.meter.to_json(),
-            "ledger": [e.to_json(tail=i >= tails) for i, e in enumerate(ledger)],
+            "generationHistory": [e.to_json(tail=i >= tails) for i, e in enumerate(history)],
             "outcome": self.outcome.to_json() if self.outcome else None,
         }
 
@@ -123,7 +122,7 @@ class LeaderState:
             self._advance(now)
 
     def note_poll(self, now: float, charged: str, allowance: int | None) -> None:
-        """Take in that `allowance` restarts are left after the ledger entry `charged`. Raises ValueError for a
+        """Take in that `allowance` restarts are left after the entry `charged`. Raises ValueError for a
         malformed id."""
         if allowance is not None:
             self.budget.grant(charged, allowance)
@@ -261,7 +260,7 @@ class LeaderState:
         if self._stop_reason is not None:
             self._end(Outcome(protocol.STOPPED_RESULT, 143, self._stop_reason, None))
             return
-        failure = self.budget.exhausted()
+        failure = self.budget.find_exhausting_failure()
         if failure is not None:
             self._end(Outcome(protocol.FAILED, failure.status, failure.message, failure.id))
             return
@@ -335,7 +334,7 @@ class LeaderState:
         if self._stop_reason is not None:
             failure = entry.id if entry.application else None
             self._end(Outcome(protocol.STOPPED_RESULT, 143, self._stop_reason, failure))
-        elif delay > 0 and self.budget.exhausted() is None:
+        elif delay > 0 and self.budget.find_exhausting_failure() is None:
             self._backoff_until = now + delay
             self._enter(BACKOFF)
         else:

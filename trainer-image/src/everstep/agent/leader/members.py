@@ -17,6 +17,7 @@ from everstep.agent.wire.protocol import GenerationReport, Gpu, Hello
 from .commands import Command, Dial
 
 DNS_AFTER_SECONDS = 5.0  # seconds without an address from the operator
+QUIET_HEARTBEATS = 4  # missed in a row
 GPUS_NAMED = 32  # sick ones, in a state that is sent again and again
 
 
@@ -41,6 +42,7 @@ class JobMembers:
     ) -> None:
         """Begin with no node joined. `changed` is called for what the operator should hear of."""
         self.missing = set(range(config.num_nodes))
+        self._quiet: set[int] = set()  # joined nodes that have missed some heartbeats: the operator may look at them
         self.busy: set[int] = set()  # joined nodes that may still have processes of a generation
         self._nodes = [JobMember(i, missing_since=now) for i in range(config.num_nodes)]
         self._config = config
@@ -67,6 +69,7 @@ class JobMembers:
             "nodes": len(self._nodes),
             "joined": len(self._nodes) - len(self.missing),
             "missing": sorted(self.missing),
+            "quiet": sorted(self._quiet),
             "unclean": [
                 {"index": n.index, "uid": n.unclean_uid, "message": n.unclean} for n in self._nodes if n.unclean
             ],
@@ -140,12 +143,17 @@ class JobMembers:
     def list_silent(self, now: float, slept: float) -> list[JobMember]:
         """Return joined nodes that were not heard of for too long. For `slept` seconds it was this process that was
         stopped or starved: what arrived meanwhile is still to be read."""
-        silent = []
+        silent, quiet = [], set()
         for node in self._nodes[1:]:  # node 0 is this process
             if node.joined:
                 node.seen += max(0.0, slept)
                 if now - node.seen > self._config.silence:
                     silent.append(node)
+                elif now - node.seen > QUIET_HEARTBEATS * self._config.heartbeat:
+                    quiet.add(node.index)
+        if quiet != self._quiet:
+            self._quiet = quiet
+            self._changed()
         return silent
 
     # ---- how they are

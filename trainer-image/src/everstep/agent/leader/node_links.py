@@ -18,7 +18,7 @@ REDIAL_SECONDS = (0.1, 2.0)
 
 
 class LinkListener(Protocol):
-    """A receiver of what happens on the links; see leading.LeaderServer."""
+    """A receiver of what happens on the links; see leader_server.LeaderServer."""
 
     def joined(self, hello: protocol.Hello) -> None: ...
     def arrived(self, index: int, message: dict[str, Any]) -> None: ...

@@ -33,22 +33,22 @@ class RemoteDaemons:
             if self._running.pop(daemon, None) is not None:  # cancelled: the daemon still runs
                 channel.send({"type": "kill", "daemon": daemon})
 
-    def output(self, index: int, message: dict[str, Any], processes: SupervisorInterface) -> None:
+    def forward_output(self, index: int, message: dict[str, Any], processes: SupervisorInterface) -> None:
         if self._running.get(message["daemon"], (-1,))[0] == index:
             data = base64.b64decode(message["data"])
             processes.daemon_output(message["daemon"], str(message["stream"]), data)
 
-    def exited(self, index: int, message: dict[str, Any]) -> None:
+    def handle_exit(self, index: int, message: dict[str, Any]) -> None:
         if self._running.get(message["daemon"], (-1,))[0] == index:
-            self._end(message["daemon"], int(message["exitCode"]))
+            self._finish(message["daemon"], int(message["exitCode"]))
 
-    def lost(self, index: int) -> None:
+    def handle_node_loss(self, index: int) -> None:
         """End the daemons of a node that is out of reach."""
         for daemon, (where, _) in list(self._running.items()):
             if where == index:
-                self._end(daemon, UNREACHABLE)
+                self._finish(daemon, UNREACHABLE)
 
-    def _end(self, daemon: str, code: int) -> None:
+    def _finish(self, daemon: str, code: int) -> None:
         _, waiter = self._running.pop(daemon)
         if not waiter.done():
             waiter.set_result(code)

@@ -11,21 +11,22 @@ STABLE_AFTER_SECONDS = 600.0  # seconds of running after which earlier failures 
 
 
 class RestartAllowance:
-    """The ledger, and the operator's word on it: `allowance` application restarts are left after entry `charged`.
+    """The generation history, and the operator's word on it: `allowance` application restarts are left after entry
+    `charged`.
 
-    The operator charges in its own time and its answer may be old; the ledger says what happened since. So the two can
+    The operator charges in its own time and its answer may be old; the history says what happened since. So the two can
     never add up to more restarts than were granted.
     """
 
     def __init__(self, allowance: int, max_backoff: float) -> None:
-        self.ledger: deque[EndedGeneration] = deque(maxlen=MAX_HISTORY_ENTRIES)
+        self.history: deque[EndedGeneration] = deque(maxlen=MAX_HISTORY_ENTRIES)
         self._charged = (0, 0)
         self._allowance = allowance
         self._max_backoff = max_backoff
         self._in_row = 0
 
     def grant(self, charged: str, allowance: int) -> None:
-        """Note that `allowance` application restarts are left after the ledger entry `charged`.
+        """Note that `allowance` application restarts are left after the entry `charged`.
 
         A request that was overtaken by a newer one grants nothing.
 
@@ -36,9 +37,9 @@ class RestartAllowance:
         if order >= self._charged:
             self._charged, self._allowance = order, allowance
 
-    def exhausted(self) -> EndedGeneration | None:
+    def find_exhausting_failure(self) -> EndedGeneration | None:
         """Return the failure after which no restart is left, or None."""
-        used = [e for e in self.ledger if e.application and e.order > self._charged]
+        used = [e for e in self.history if e.application and e.order > self._charged]
         return used[-1] if len(used) > self._allowance else None
 
     def record_end(self, entry: EndedGeneration, ran: float) -> float:
@@ -48,7 +49,7 @@ class RestartAllowance:
         a pod is never slowed down: its replacement takes its time anyway. Nodes that stop their ranks by themselves are
         not replaced, and one that does so at once would make hundreds of generations a second.
         """
-        self.ledger.append(entry)
+        self.history.append(entry)
         if not entry.application and entry.cause != FENCED:
             return 0.0
         self._in_row = 1 if ran >= STABLE_AFTER_SECONDS else self._in_row + 1

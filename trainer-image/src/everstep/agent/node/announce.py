@@ -13,7 +13,7 @@ import random
 
 from everstep.agent.system.agent_log import log_line
 from everstep.agent.system.host_names import addresses_of
-from everstep.agent.wire.http_client import REQUEST_TIMEOUT_SECONDS, RequestRejected, post_once
+from everstep.agent.wire.http_client import REQUEST_TIMEOUT_SECONDS, AgentRequest, RequestRejected, send_request_once
 
 from .node_agent import NodeAgent
 
@@ -32,7 +32,7 @@ async def announce_agent(leader: str, token: bytes, node: NodeAgent) -> None:
     while not node.linked and clock() < began + PATIENCE_SECONDS:
         try:
             address = (await asyncio.wait_for(addresses_of(leader), began + PATIENCE_SECONDS - clock()))[0]
-            answer = await post_once(address, token, "/v1/announce", word)
+            answer = await send_request_once(address, token, AgentRequest.post("/v1/announce", word))
         except (OSError, ValueError, asyncio.TimeoutError, RequestRejected):
             wait = min(LONGEST, max(SHORTEST, config.num_nodes / RATE) + LATER * (clock() - began))
         else:

@@ -43,26 +43,37 @@ class LeaderLease:
         return self.age(now) >= self.timeout / 2
 
 
-class SuspendDetector:
-    """Notices that this machine was suspended, by two clocks of which one stood still meanwhile.
+class StallDetector:
+    """Notices that this process stood still: its machine was suspended, which two clocks show, of which one stood still
+    meanwhile; or the process was stopped or starved, which shows where it did not look at clocks in time.
 
-    What is read in the first second after that may have been sent before: it is as much older as the machine slept.
+    What is read in the first second after that may have been sent before: it is as much older.
     """
 
-    def __init__(self, clock: Callable[[], float], lease_clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], lease_clock: Callable[[], float], interval: float) -> None:
+        """Begin now; `note_running` will be called every `interval` seconds."""
         self._clock = clock
         self._lease_clock = lease_clock
+        self.interval = interval
         self._apart = lease_clock() - clock()
-        self._slept = self._until = 0.0
+        self._ran = clock()
+        self._stood = self._until = 0.0
+
+    def note_running(self) -> None:
+        now = self._clock()
+        slept = self._lease_clock() - now - self._apart
+        stood = slept if slept > SUSPENDED_SECONDS else 0.0
+        if now - self._ran > 2 * self.interval:
+            stood += now - self._ran
+        if stood > 0:
+            self._stood, self._until = max(stood, self._stood if now < self._until else 0.0), now + 1.0
+        self._apart += slept
+        self._ran = now
 
     def age(self) -> float:
         """Return by how many seconds a message that is read now may be older than it looks."""
-        now = self._clock()
-        slept = self._lease_clock() - now - self._apart
-        if slept > SUSPENDED_SECONDS:
-            self._slept, self._until = slept, now + 1.0
-        self._apart += slept
-        return self._slept if now < self._until else 0.0
+        self.note_running()
+        return self._stood if self._ran < self._until else 0.0
 
 
 class FenceFile:

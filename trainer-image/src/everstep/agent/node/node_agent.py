@@ -47,7 +47,7 @@ from everstep.agent.wire.protocol import (
     split_beats,
 )
 
-from .fencing import FenceFile, LeaderLease, SuspendDetector
+from .fencing import FenceFile, LeaderLease, StallDetector
 from .supervisor_interface import SupervisorInterface
 
 MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
@@ -82,7 +82,7 @@ class NodeAgent:
         self._token = b""
         self._lease_clock = lease_clock
         self._lease = LeaderLease(config.fence_timeout, lease_clock())
-        self._suspensions = SuspendDetector(clock, lease_clock)
+        self._stalls = StallDetector(clock, lease_clock, min(1.0, config.fence_timeout / 4))
         self._fence = FenceFile(place.scratch / "fence.json")
         self._fenced = False
         self._given_up = (0, 0)  # (epoch, generation) of the ranks that were stopped for want of a lease or a place
@@ -186,7 +186,7 @@ class NodeAgent:
         self._heard = self._clock()
         kind = message["type"]
         if kind == "ping":
-            self._lease.renew(self._lease_clock(), float(message["age"]) + self._suspensions.age())
+            self._lease.renew(self._lease_clock(), float(message["age"]) + self._stalls.age())
             self._look_at_lease()
         elif kind == "start":
             self._start(GenerationLayout.from_json(message, self.config.index))
@@ -337,17 +337,18 @@ class NodeAgent:
     # ---- time
 
     async def _housekeep(self) -> None:
-        beat_at, pause, looked = 0.0, min(1.0, self.config.fence_timeout / 4), self._clock()
+        beat_at, pause, looked = 0.0, self._stalls.interval, self._clock()
         while True:
             await asyncio.sleep(pause)
             now = self._clock()
             # So long it was this process that was stopped or starved: what has come meanwhile is still to be read.
             self._heard += max(0.0, now - looked - 2 * pause)
             looked = now
+            self._stalls.note_running()
             self._look_at_lease()
             channel = self._channel
-            if isinstance(channel, AgentLink) and now - self._heard > self.config.leader_silence:
-                log_line(f"lost the leader: silent for {self.config.leader_silence:g} s")
+            if isinstance(channel, AgentLink) and now - self._heard > self.config.silence:
+                log_line(f"lost the leader: silent for {self.config.silence:g} s")
                 self._channel = None
                 channel.close()
             elif channel is not None and now >= beat_at:

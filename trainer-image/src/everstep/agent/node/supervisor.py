@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -40,6 +40,7 @@ from everstep.agent.ranks.rank import Rank, RankCommand, RankContext
 from everstep.agent.system import gpu, oom, shared_memory
 from everstep.agent.system.faults import name_file_in_errors
 from everstep.agent.system.processes import ChildProcesses
+from everstep.agent.system.signal_targets import SignalTargets
 from everstep.agent.system.tasks import Tasks
 from everstep.agent.system.threads import in_thread_if_possible, in_thread_when_possible
 from everstep.agent.wire.generation_layout import GenerationLayout
@@ -88,8 +89,8 @@ class Supervisor:
         self._spawn_on = spawn_on
         self._processes = ChildProcesses(place.owns_pod)
         self._stdout, self._stderr = logs.LogSink(1), logs.LogSink(2)
-        self._base = environment.build_base_environment(os.environ, place.scratch)
-        self._command = tuple(environment.expand_references(word, self._base) for word in config.command)
+        self._base = environment.build_base_environment(os.environ)
+        self._command = config.command
         self._gpus = gpu.count_gpus(os.environ)
         self._memory_counter = oom.find_oom_counter()
         self._daemons = Daemons(self._processes, emit)
@@ -102,7 +103,7 @@ class Supervisor:
         self._others: set[int] = set()  # PIDs on the GPUs that are none of ours
         self._noting: asyncio.Task[None] | None = None
         self._clearing: asyncio.Task[str | None] | None = None
-        self._heard: set[int] | None = None  # who got the TERM of the stop that is going on
+        self._heard: SignalTargets | None = None  # who got the TERM of the stop that is going on
         # A daemon's `spawn` may overtake a `start` that waits for `mpirun --version`, and must not meet half a `stop`.
         self._turn = asyncio.Lock()
         self._disk = threading.Lock()
@@ -116,7 +117,7 @@ class Supervisor:
             config = self._config
             self._layout = layout
             self._processes.forget_seen()
-            failure_path, self._contract = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
+            failure_path = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
             self._node = RankContext(
                 generation=layout.generation,
                 processes=self._processes,
@@ -175,7 +176,7 @@ class Supervisor:
             deadline = time.monotonic() + CLEAN_TIMEOUT_SECONDS
             left = await self._processes.kill_all(deadline)
             for rank in self._ranks:
-                await rank.reported()
+                await rank.wait_until_reported()
                 rank.close()
             self._ranks = []
             self._daemons.close()
@@ -191,7 +192,7 @@ class Supervisor:
 
     async def signal(self, signum: int) -> set[int]:
         """Forward a signal to all ranks; the PIDs of those that heard it, see ChildProcesses.forward."""
-        return await self._processes.forward([rank.process for rank in self._ranks if rank.process], signum)
+        return set((await self._forward(signum)).heard)
 
     async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None:
         """Start a launcher's daemon on this node; DaemonOutput and one DaemonExited follow, also when it cannot
@@ -235,14 +236,23 @@ class Supervisor:
         A stop may be given up for one with less grace. Scripts take a second TERM for impatience, so there is only one.
         """
         if self._heard is None:
-            self._heard = await self.signal(signal.SIGTERM)
-        heard = self._heard
+            self._heard = await self._forward(signal.SIGTERM)
         deadline = time.monotonic() + grace
+        await self._await_exits(self._heard.heard, deadline)
+        # What they printed last is with these by now. What the ranks leave behind may keep their pipes open for ever.
+        await self._await_exits(self._heard.filters, min(deadline, time.monotonic() + _FLUSH_TIMEOUT_SECONDS))
+
+    async def _forward(self, signum: int) -> SignalTargets:
+        return await self._processes.forward([rank.process for rank in self._ranks if rank.process], signum)
+
+    async def _await_exits(self, pids: Collection[int], deadline: float) -> None:
+        """Wait until none of these processes is left, or `deadline` (monotonic)."""
         pause = 0.005
-        while heard and time.monotonic() < deadline:
+        left = self._processes.living(pids)
+        while left and time.monotonic() < deadline:
             await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(pause * 1.5, 0.1)
-            heard = self._processes.living(heard)
+            left = self._processes.living(left)
 
     async def _clear_memory(self, deadline: float) -> str | None:
         """In a thread: a million files, or a terabyte in one of them, are gone after more than a few heartbeats."""
@@ -250,7 +260,8 @@ class Supervisor:
             shm, owns_ipc = self._place.shm if self._config.owns_shared_memory else None, self._config.owns_ipc
             self._clearing = self._tasks.start(
                 in_thread_when_possible(
-                    lambda: shared_memory.clear_shared_memory(shm, owns_ipc=owns_ipc), "clear-memory"
+                    lambda: shared_memory.clear_shared_memory(shm, owns_ipc=owns_ipc, slots=self._place.slots),
+                    "clear-memory",
                 )
             )
         done, _ = await asyncio.wait([self._clearing], timeout=max(0.0, deadline - time.monotonic()))
@@ -291,16 +302,23 @@ class Supervisor:
                 return left
             await asyncio.sleep(0.2)
 
-    def _prepare(self, layout: GenerationLayout) -> tuple[Path, dict[str, str]]:
-        """In a thread, for a user's network volume may take its time: the failure file's path, and SM_* variables."""
+    def _prepare(self, layout: GenerationLayout) -> Path:
+        """In a thread, for a user's network volume may take its time: make what ranks need, and return the failure
+        file's path."""
         with self._disk:  # a start that was given up may still wait for the same volume
             if self._layout is not layout:
                 raise ValueError("this start was given up")
-            if self._command:
-                environment.read_program(self._command[0], self._base.get("PATH"))
-            return failure_file.remove_failure_file(self._place.ml / "output"), self._write_contract(layout)
+            base = {**self._base, **environment.make_home_variables(self._base, self._place.scratch)}
+            command = tuple(environment.expand_references(word, base) for word in self._config.command)
+            if command:
+                environment.read_program(command[0], base.get("PATH"))
+            path = failure_file.remove_failure_file(self._place.ml / "output")
+            contract = self._write_contract(layout, command)
+            if self._layout is layout:
+                self._base, self._command, self._contract = base, command, contract
+            return path
 
-    def _write_contract(self, layout: GenerationLayout) -> dict[str, str]:
+    def _write_contract(self, layout: GenerationLayout, command: tuple[str, ...]) -> dict[str, str]:
         config, place = self._config, self._place
         address = layout.hosts[layout.node_index]
         facts = ContractFacts(
@@ -309,7 +327,7 @@ class Supervisor:
             num_nodes=layout.nodes,
             node_index=layout.node_index,
             instance_type=config.instance_type,
-            command=self._command,
+            command=command,
             num_cpus=environment.count_cpus(),
             num_gpus=self._gpus,
             network_interface=environment.find_interface(address) or "eth0",

@@ -22,7 +22,7 @@ def safe_exit_code(code: int) -> int:
 def encode_termination_message(word: dict[str, Any]) -> bytes:
     """Return JSON of at most 4,096 bytes: what tells least goes first, from the start of the log tail to the message.
 
-    A ledger stays: it is short, and what it tells nobody else can tell any more.
+    The generation history stays: it is short, and what it tells nobody else can tell any more.
     """
     word = dict(word)
     word["logTail"] = bounded_tail(word.get("logTail", ()))

@@ -18,14 +18,13 @@ from pathlib import Path
 from .container_contract import AGENT_VARIABLES
 
 _SIOCGIFADDR = 0x8915
+_MAX_INTERPRETERS, _INTERPRETER_BYTES = 5, 256  # as many, and as much of a first line, as Linux reads
 _REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 
 
-def build_base_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """Return the environment of every process that the agent starts. What somebody set is kept, unless it cannot
-    work."""
+def build_base_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of every process that the agent starts; ranks get `make_home_variables` besides."""
     env = {name: value for name, value in environ.items() if name not in AGENT_VARIABLES}
-    env.update(_make_home_variables(env, scratch))
     # A rank that is killed loses what its buffers hold: the very lines that say why.
     env.setdefault("PYTHONUNBUFFERED", "1")
     return env
@@ -46,25 +45,36 @@ def expand_references(word: str, variables: Mapping[str, str]) -> str:
     return _REFERENCE.sub(expand, word)
 
 
-def read_program(name: str, path: str | None) -> None:
-    """Read the start of the file that a command runs. To execute it is to wait for its volume, and the event loop waits
-    with whoever does; this is for a thread.
+def read_program(name: str, path: str | None) -> str | None:
+    """Find the file that a command runs, and read its start, and that of its interpreter. To execute it is to wait for
+    its volume, and the event loop waits with whoever does; this is for a thread.
 
     Args:
         name: The first word of the command.
         path: The PATH by which it is found; None: the system's own.
+
+    Returns:
+        The file; None if there is none.
     """
     # What cannot be read may well be executed, and to open a pipe is to wait for a writer.
+    program = None
     with contextlib.suppress(OSError, ValueError):
         program = shutil.which(name, path=os.defpath if path is None else path)
-        if program is not None and Path(program).is_file():
-            with Path(program).open("rb") as file:
-                file.read(1)
+        file = program
+        for _ in range(_MAX_INTERPRETERS):
+            if file is None or not Path(file).is_file():
+                break
+            with Path(file).open("rb") as opened:
+                start = opened.read(_INTERPRETER_BYTES)
+            words = start[2:].split(b"\n")[0].split() if start.startswith(b"#!") else []
+            file = os.fsdecode(words[0]) if words else None
+    return program
 
 
-def _make_home_variables(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
+def make_home_variables(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
     """Return variables for a user that /etc/passwd may not know, as in a restricted pod: `getpass.getuser()` then
-    raises (torch.compile calls it), and a HOME of `/` breaks every cache."""
+    raises (torch.compile calls it), and a HOME of `/` breaks every cache. What somebody set is kept, unless it cannot
+    work. Its folders may be on a volume that hangs: this is for a thread."""
     changes: dict[str, str] = {}
     try:
         entry: pwd.struct_passwd | None = pwd.getpwuid(os.getuid())
@@ -89,7 +99,10 @@ def _make_home_variables(env: Mapping[str, str], scratch: Path) -> dict[str, str
 
 
 def _is_writable(folder: str) -> bool:
-    return bool(folder) and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    try:
+        return bool(folder) and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    except (OSError, ValueError):  # on a volume that has lost its server, for one
+        return False
 
 
 def _make_folder(path: Path) -> str:

@@ -68,7 +68,7 @@ def make_exit_failure(at: float, index: int, end: ProcessExit) -> GenerationFail
 
 
 def find_root_cause(failures: list[GenerationFailure]) -> GenerationFailure:
-    """Return the failure that the ledger names. `failures` is not empty and in order of arrival."""
+    """Return the failure that the generation history names. `failures` is not empty and in order of arrival."""
     first = failures[0]
     if first.exit is None and first.cause not in (POD_LOST, LEAVING):
         return first  # a stop, or a lost lease: what follows is what was asked for

@@ -35,9 +35,8 @@ class LogSink:
     """A writer to one output descriptor of the agent. A thread does the blocking writes: setting O_NONBLOCK instead
     would change the open file for every other process that shares it (a terminal, in laptop mode)."""
 
-    def __init__(self, fd: int, capacity: int = _BUFFER) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._capacity = capacity
         self._pieces: deque[bytes] = deque()
         self._size = 0
         self._closed = False
@@ -49,7 +48,7 @@ class LogSink:
         """Buffer data, without blocking. Return False when the buffer is full and the data was not taken; a `last` word
         always is."""
         with self._ready:
-            if self._size + len(data) > self._capacity and not last:
+            if self._size + len(data) > _BUFFER and not last:
                 return False
             self._pieces.append(data)
             self._size += len(data)

@@ -63,7 +63,7 @@ class Rank:
 
     def __init__(
         self,
-        node: RankContext,
+        context: RankContext,
         command: RankCommand,
         *,
         rank: int,
@@ -74,14 +74,14 @@ class Rank:
     ) -> None:
         self.rank, self.local_rank = rank, local_rank
         self.process: ChildProcess | None = None
-        self._node = node
+        self._context = context
         self._on_exit = on_exit
         self._tag = tag
         self._ending: asyncio.Task[None] | None = None
-        self._output = logs.ProcessOutput(node.stdout, node.stderr, tag)
-        self._intake = ProgressReader(fifo, self._progress, self._say)
+        self._output = logs.ProcessOutput(context.stdout, context.stderr, tag)
+        self._progress_reader = ProgressReader(fifo, self._report_progress, self._write_log_line)
         try:
-            self.process = node.processes.start(
+            self.process = context.processes.start(
                 command.argv,
                 command.env,
                 stdout=self._output.stdout.inner,
@@ -89,38 +89,38 @@ class Rank:
                 cwd=command.cwd,
                 pass_fds=command.pass_fds,
                 affinity=command.affinity,
-                on_exit=self._exited,
+                on_exit=self._handle_exit,
             )
         except (OSError, ValueError) as error:
-            if faults.is_of_the_pod(error):
+            if faults.is_pod_fault(error):
                 raise
             code, message = _explain_start_failure(command.argv, error)
-            self._say(message)
-            self._end(code, None, message, ())
+            self._write_log_line(message)
+            self._report_exit(code, None, message, ())
         else:
-            node.emit(RankStarted(node.generation, rank, local_rank))
+            context.emit(RankStarted(context.generation, rank, local_rank))
         finally:
             self._output.opened()
 
     def kill(self) -> None:
         if self.process is not None:
-            self._node.processes.kill_group(self.process)
+            self._context.processes.kill_group(self.process)
 
-    async def reported(self) -> None:
+    async def wait_until_reported(self) -> None:
         """Wait until the end of a process that has ended is reported."""
         if self._ending is not None:
             await asyncio.wait([self._ending])
 
     def close(self) -> None:
-        self._intake.close()
+        self._progress_reader.close()
         self._output.close()
 
-    def _exited(self, process: ChildProcess) -> None:
-        self._intake.drain()
+    def _handle_exit(self, process: ChildProcess) -> None:
+        self._progress_reader.drain()
         tail = self._output.tail()
         signum, code = process.signal, process.exit_code
         message = ending = _describe_ending(code, signum)
-        killed = self._out_of_memory(code, signum, tail)
+        killed = self._ran_out_of_memory(code, signum, tail)
         if killed:
             message = f"{message} (out of memory)"
         if code != 0 and not (killed and signum == _KILL):
@@ -128,53 +128,56 @@ class Rank:
             if killed and "out of memory" not in message:
                 message = f"{message} (out of memory)"
         if code == 0:
-            self._end(code, signum, message, tail, killed)
+            self._report_exit(code, signum, message, tail, killed)
         else:
-            self._ending = self._node.start_task(self._end_with_own_words(code, signum, message, ending, tail, killed))
+            report = self._report_exit_with_own_words(code, signum, message, ending, tail, killed)
+            self._ending = self._context.start_task(report)
 
-    async def _end_with_own_words(
+    async def _report_exit_with_own_words(
         self, code: int, signum: int | None, message: str, ending: str, tail: tuple[str, ...], killed: bool
     ) -> None:
-        said = await self._node.failure_file.read()
+        said = await self._context.failure_file.read()
         # The node's ranks share the file: who lost a peer may write before the peer's own end is seen.
         if message == ending or failure_causes.names_lost_peer(message) or not failure_causes.names_lost_peer(said):
             message = said or message
-        self._end(code, signum, message, tail, killed)
+        self._report_exit(code, signum, message, tail, killed)
 
-    def _end(self, code: int, signum: int | None, message: str, tail: tuple[str, ...], killed: bool = False) -> None:
-        node = self._node
-        node.emit(RankExited(node.generation, self.rank, self.local_rank, code, signum, killed, message, tail))
+    def _report_exit(
+        self, code: int, signum: int | None, message: str, tail: tuple[str, ...], killed: bool = False
+    ) -> None:
+        context = self._context
+        context.emit(RankExited(context.generation, self.rank, self.local_rank, code, signum, killed, message, tail))
         if self._on_exit is not None:
             self._on_exit(code)
 
-    def _out_of_memory(self, code: int, signum: int | None, tail: tuple[str, ...]) -> bool:
+    def _ran_out_of_memory(self, code: int, signum: int | None, tail: tuple[str, ...]) -> bool:
         """Return whether the kernel killed the rank for want of memory.
 
         The counter is the container's: a kill counts for a rank that died of KILL, or (a shell's 137, a data loader's
         words) says that a process of its own did.
         """
-        now = oom.count_oom_kills(self._node.memory_counter)
-        if now is None or self._node.kills_before is None or now <= self._node.kills_before:
+        now = oom.count_oom_kills(self._context.memory_counter)
+        if now is None or self._context.kills_before is None or now <= self._context.kills_before:
             return False
         return signum == _KILL or code == 128 + _KILL or any("killed by signal: Killed" in line for line in tail)
 
-    def _progress(self, update: ProgressUpdate) -> None:
-        node = self._node
-        node.emit(
-            RankProgressed(node.generation, self.rank, update.step, update.total, update.phase, dict(update.metrics))
+    def _report_progress(self, update: ProgressUpdate) -> None:
+        context = self._context
+        context.emit(
+            RankProgressed(context.generation, self.rank, update.step, update.total, update.phase, dict(update.metrics))
         )
 
-    def _say(self, text: str) -> None:
-        self._node.stderr.write(f"{self._tag}everstep: {text}\n".encode(errors="replace"))
+    def _write_log_line(self, text: str) -> None:
+        self._context.stderr.write(f"{self._tag}everstep: {text}\n".encode(errors="replace"))
 
 
 def _describe_ending(code: int, signum: int | None) -> str:
     if signum is None:
         return f"exited with code {code}"
-    return f"killed by {signal_name(signum)}"
+    return f"killed by {get_signal_name(signum)}"
 
 
-def signal_name(signum: int) -> str:
+def get_signal_name(signum: int) -> str:
     import signal
 
     with contextlib.suppress(ValueError):

@@ -23,10 +23,10 @@ _ADVICE = {
     errno.ENFILE: "raise the node's limit of open files (fs.file-max)",
 }
 # What keeps a program from being executed, though nothing is wrong with the program.
-_OF_THE_POD = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE))
+_POD_FAULTS = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE))
 
 
-def is_of_the_pod(error: Exception) -> bool:
+def is_pod_fault(error: Exception) -> bool:
     """Tell whether a program that cannot be executed might be, by the same command, in another pod.
 
     Args:
@@ -35,7 +35,7 @@ def is_of_the_pod(error: Exception) -> bool:
     Returns:
         False for a program that is missing, is no program or may not be executed.
     """
-    return isinstance(error, OSError) and error.errno in _OF_THE_POD
+    return isinstance(error, OSError) and error.errno in _POD_FAULTS
 
 
 def explain_fault(error: BaseException) -> str:

@@ -35,11 +35,9 @@ for i in range(n.nvmlDeviceGetCount()):
     except n.NVMLError as error:  # it has fallen off the bus: the others still answer
         devices.append({"index": i, "error": str(error)})
         continue
-    memory = ask(n.nvmlDeviceGetMemoryInfo, h)
     remapped = ask(n.nvmlDeviceGetRemappedRows, h)
     devices.append({
         "index": i, "uuid": uuid, "name": name,
-        "memory_used": memory.used if memory else 0, "memory_total": memory.total if memory else 0,
         "ecc_errors": ask(n.nvmlDeviceGetTotalEccErrors, h, 1, 0) or 0,
         "remap_failed": bool(remapped and remapped[3]),
         "pids": [p.pid for p in (ask(n.nvmlDeviceGetComputeRunningProcesses, h) or [])],
@@ -53,8 +51,6 @@ class GpuDevice:
     index: int
     uuid: str = ""  # empty, like all that follows, for a device that does not answer
     name: str = ""
-    memory_used: int = 0  # bytes
-    memory_total: int = 0
     ecc_errors: int = 0  # uncorrected, since the driver was loaded
     remap_failed: bool = False  # no spare memory rows left: the device must be replaced
     pids: tuple[int, ...] = ()  # as this PID namespace sees them; processes of other containers are not shown
@@ -88,20 +84,19 @@ def count_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
         return 0
 
 
-async def query_devices(processes: ChildProcesses, env: Mapping[str, str], python: str = "") -> list[GpuDevice] | None:
+async def query_devices(processes: ChildProcesses, env: Mapping[str, str]) -> list[GpuDevice] | None:
     """Return every GPU and its health; None when it cannot be told: no nvidia-ml-py in the image, or no driver.
 
     Args:
         processes: Starts the child that asks.
         env: The child's environment.
-        python: The interpreter; by default the agent's own.
 
     Raises:
         DriverTimeout: The driver did not answer within DRIVER_TIMEOUT_SECONDS.
     """
     try:
         # Without stderr: loaders, warnings and debugging aids of the image write there.
-        command = [python or sys.executable, "-c", _QUERY]
+        command = [sys.executable, "-c", _QUERY]
         answer = await processes.run(command, env, timeout=DRIVER_TIMEOUT_SECONDS, errors=False)
     except OSError:
         return None

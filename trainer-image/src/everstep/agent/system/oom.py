@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def find_oom_counter(root: Path = Path("/")) -> Path | None:
+def find_oom_counter() -> Path | None:
     """Return the file with a line `oom_kill N` (v2 memory.events, v1 memory.oom_control), or None where there is none.
 
     With a cgroup namespace or a container's bind mount the own group is the mount's root; on a bare machine it lies at
     the path in /proc/self/cgroup. Under v2, memory.oom.group lets the kernel kill the agent too: then nobody counts.
     """
-    base = root / "sys/fs/cgroup"
+    base = Path("/sys/fs/cgroup")
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
     candidates = []

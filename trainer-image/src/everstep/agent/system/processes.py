@@ -10,12 +10,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Callable
 
+from .process_table import describe_process, is_in_our_container, list_children, read_parents, read_stat
+from .signal_targets import SignalTargets, list_signal_targets
 from .threads import in_thread_if_possible
 
-_SHELLS = frozenset(("sh", "bash", "dash", "ash", "busybox", "zsh", "ksh"))
 _MAX_SEEN = 4096  # PIDs that are remembered; a node hardly runs more processes at a time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -184,31 +184,27 @@ class ChildProcesses:
             if child is not None:
                 child._ended(status)
 
-    async def forward(self, processes: Iterable[ChildProcess], signum: int) -> set[int]:
-        """Send a signal to processes and, where one passes it on to nobody, to what it runs.
-
-        Shells pass no signals on, and a launcher without a handler (`accelerate launch` of one process) cannot: it dies
-        at once, and what it ran goes on, to which a stop is told as well. Not to the whole group: data loader workers
-        that die of a TERM would fail the checkpoint that their parent, which has a handler, writes because of it.
+    async def forward(self, processes: Iterable[ChildProcess], signum: int) -> SignalTargets:
+        """Send a signal to processes and, where one passes it on to nobody, to what it runs; see `signal_targets`.
 
         Args:
             processes: Some that were started here.
             signum: The signal.
 
         Returns:
-            The PIDs of those that heard it.
+            Who heard it, and who ends with those.
         """
         first = {process.pid: process for process in processes if process.status is None}
-        heard = await in_thread_if_possible(lambda: _list_signal_targets(first, signum), "look-at-processes")
-        for pid in heard:  # all in one go: nobody who cancels this may send it to some of them again
+        targets = await in_thread_if_possible(lambda: list_signal_targets(first, signum), "look-at-processes")
+        for pid in targets.heard:  # all in one go: nobody who cancels this may send it to some of them again
             if pid not in first or first[pid].status is None:
                 _kill_process(pid, signum)
-        return set(heard)
+        return targets
 
     def living(self, pids: Iterable[int]) -> set[int]:
         """Return those of `pids` that have not ended. Orphans are ours to reap, so what is left as a zombie is not
         ours."""
-        return {pid for pid in pids if (_read_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
+        return {pid for pid in pids if (read_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
 
     def forget_seen(self) -> None:
         """Start to remember anew: PIDs are used again."""
@@ -244,7 +240,7 @@ class ChildProcesses:
             if not left:
                 return None
             if time.monotonic() > deadline:
-                return "still alive after SIGKILL: " + ", ".join(_describe_process(pid) for pid in left[:8])
+                return "still alive after SIGKILL: " + ", ".join(describe_process(pid) for pid in left[:8])
             if self._owns_pod and not self._has_guests:
                 _kill_process(-1, signal.SIGKILL)  # also those that are forked at this moment
             else:
@@ -261,11 +257,11 @@ class ChildProcesses:
         their last thread is gone, and vanish with their parents."""
         me = os.getpid()
         if self._owns_pod:
-            parents = _read_parents()
-            ours = [pid for pid in parents if pid != me and _is_in_our_container(pid)]
+            parents = read_parents()
+            ours = [pid for pid in parents if pid != me and is_in_our_container(pid)]
             self._has_guests = len(ours) < len(parents) - (me in parents)
             return ours
-        children = _list_children()
+        children = list_children()
         found, queue = [], [me]
         while queue:
             below = children.get(queue.pop(), [])
@@ -311,100 +307,3 @@ def _load_prctl() -> Callable[..., int] | None:
 def _kill_process(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signum)
-
-
-def _read_stat(pid: int) -> tuple[str, str, int] | None:
-    """Return (command name, state, parent) from /proc; None when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
-    except OSError:
-        return None
-    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may itself hold parentheses
-    fields = rest.split()
-    return name, fields[0], int(fields[1])
-
-
-def _is_in_our_container(pid: int) -> bool:
-    """Tell by its cgroups; true where that cannot be known."""
-    ours, theirs = _read_cgroups("self"), _read_cgroups(str(pid))
-    return all(
-        name not in ours or path == ours[name] or (path.startswith(f"{ours[name].rstrip('/')}/") and "/.." not in path)
-        for name, path in theirs.items()
-    )
-
-
-def _read_cgroups(pid: str) -> dict[str, str]:
-    """Return the path in each hierarchy; nothing of a process that has ended."""
-    stat = _read_stat(int(pid)) if pid.isdecimal() else None
-    if stat is not None and stat[1] in ("Z", "X"):  # it has left its cgroup already
-        return {}
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: path for _, name, path in (line.split(":", 2) for line in lines)}
-
-
-def _read_parents() -> dict[int, int]:
-    parents = {}
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - pathlib would stat each of them
-        if entry.isdecimal():
-            stat = _read_stat(int(entry))
-            if stat is not None:
-                parents[int(entry)] = stat[2]
-    return parents
-
-
-def _list_children() -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for pid, parent in _read_parents().items():
-        children.setdefault(parent, []).append(pid)
-    return children
-
-
-def _list_signal_targets(pids: Iterable[int], signum: int) -> list[int]:
-    main = set(pids)  # started here, or by a shell: what the command is about
-    found, queue = [], list(main)
-    children: dict[int, list[int]] | None = None
-    while queue:
-        current = queue.pop()
-        stat = _read_stat(current)
-        if stat is None:
-            continue
-        masks, bit = _signal_masks(current), 1 << (signum - 1)
-        if current in main or not masks.get("SigIgn", 0) & bit:  # else a helper that would only be waited for
-            found.append(current)
-        expected = not masks or any(mask & bit for mask in masks.values())
-        shell = stat[0] in _SHELLS or _program_name(current) in _SHELLS
-        if shell or not expected:
-            children = _list_children() if children is None else children
-            below = children.get(current, [])
-            queue += below
-            main.update(below if shell else ())
-    return found
-
-
-def _signal_masks(pid: int) -> dict[str, int]:
-    """Return the signals that a process blocks, ignores and has handlers for: it does not simply die of them.
-
-    Empty where nobody knows: the process has ended, or the kernel does not tell, as that of gVisor.
-    """
-    try:
-        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
-        fields = dict(line.decode("latin-1").split(":", 1) for line in lines if line.startswith(b"Sig"))
-        return {name: int(fields[name], 16) for name in ("SigBlk", "SigIgn", "SigCgt")}
-    except (OSError, ValueError, KeyError):
-        return {}
-
-
-def _program_name(pid: int) -> str:
-    """Return the name of the file that runs: that of the shell where the command name is a script's (`#!/bin/sh`)."""
-    try:
-        return Path(f"/proc/{pid}/exe").readlink().name
-    except OSError:  # it has ended, or may not be looked at
-        return ""
-
-
-def _describe_process(pid: int) -> str:
-    stat = _read_stat(pid)
-    return f"{pid} (gone)" if stat is None else f"{pid} ({stat[0]}, state {stat[1]})"

@@ -106,9 +106,8 @@ class NonceStore:
     a second would lock everybody out. Nonces for callers that have proved themselves live in a store of their own.
     """
 
-    def __init__(self, limit: int = MAX_NONCES, lifetime: float = NONCE_SECONDS) -> None:
+    def __init__(self, limit: int = MAX_NONCES) -> None:
         self._limit = limit
-        self._lifetime = lifetime
         self._open: OrderedDict[str, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -119,8 +118,14 @@ class NonceStore:
         while len(self._open) >= self._limit:
             self._open.popitem(last=False)
         nonce = new_nonce()
-        self._open[nonce] = now + self._lifetime
+        self._open[nonce] = now + NONCE_SECONDS
         return nonce
+
+    def age(self, nonce: str, now: float) -> float:
+        """Return how many seconds ago a nonce was handed out: what is signed with it is no older. 0.0 for one that is
+        not valid."""
+        end = self._open.get(nonce)
+        return 0.0 if end is None else max(0.0, now - (end - NONCE_SECONDS))
 
     def take(self, nonce: str, now: float) -> bool:
         """Return True once for each nonce that is still valid."""

@@ -19,6 +19,31 @@ MAX_ANSWER_BYTES = 64 * 1024
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+@dataclass(frozen=True)
+class AgentRequest:
+    """A request, and the bounds of its answer.
+
+    Attributes:
+        method: The HTTP method.
+        target: The path with its query.
+        body: JSON, or nothing.
+        headers: Whole header lines.
+        timeout_seconds: Seconds until the answer must be complete.
+        max_answer_bytes: What a longer answer's sender cannot make us store.
+    """
+
+    method: str
+    target: str
+    body: bytes = b""
+    headers: tuple[str, ...] = ()
+    timeout_seconds: float = REQUEST_TIMEOUT_SECONDS
+    max_answer_bytes: int = MAX_ANSWER_BYTES
+
+    @classmethod
+    def post(cls, target: str, data: Any, *headers: str) -> AgentRequest:
+        return cls("POST", target, encode_message(data), headers)
+
+
 class RequestRejected(Exception):
     """An answer that rejects the request, or that is not from the agent that was asked.
 
@@ -49,33 +74,27 @@ async def connect_to_agent(address: str) -> Streams:
     return await asyncio.wait_for(_open_connection(address), REQUEST_TIMEOUT_SECONDS)
 
 
-async def send_request(
-    streams: Streams, address: str, token: bytes, target: str, data: Any, *headers: str
-) -> AgentAnswer:
-    """Send a POST with a challenge of its own.
+async def send_request(streams: Streams, address: str, token: bytes, request: AgentRequest) -> AgentAnswer:
+    """Send a request with a challenge of its own.
 
     Args:
         streams: An open connection.
         address: The agent's "ip:port".
         token: The job's token.
-        target: The path.
-        data: The body, as JSON.
-        headers: Whole header lines.
+        request: What is sent.
 
     Raises:
         RequestRejected: The answer proves nothing.
         OSError: The connection broke.
         asyncio.TimeoutError: No answer came in time.
     """
-    return await asyncio.wait_for(
-        _exchange_messages(streams, address, token, target, encode_message(data), headers), REQUEST_TIMEOUT_SECONDS
-    )
+    return await asyncio.wait_for(_exchange_messages(streams, address, token, request), request.timeout_seconds)
 
 
-async def post_once(address: str, token: bytes, target: str, data: Any) -> AgentAnswer:
-    """Send one request on a connection that ends with it; otherwise as `send_request`."""
+async def send_request_once(address: str, token: bytes, request: AgentRequest) -> AgentAnswer:
+    """Send a request on a connection that ends with it; otherwise as `send_request`."""
     async with _closing_connection(await connect_to_agent(address)) as streams:
-        return await send_request(streams, address, token, target, data)
+        return await send_request(streams, address, token, request)
 
 
 def encode_message(message: Any) -> bytes:
@@ -102,36 +121,38 @@ async def _open_connection(address: str) -> Streams:
     raise failed or OSError(f"{address}: no address")
 
 
-async def _exchange_messages(
-    streams: Streams, address: str, token: bytes, target: str, body: bytes, headers: tuple[str, ...]
-) -> AgentAnswer:
+async def _exchange_messages(streams: Streams, address: str, token: bytes, request: AgentRequest) -> AgentAnswer:
     reader, writer = streams
     writer.write(f"GET /v1/challenge HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
-    status, _, answer = await _read_response(reader)
+    status, _, answer = await _read_response(reader, MAX_ANSWER_BYTES)
     nonce = _read_json_field(answer, "nonce")
     if status != 200 or not isinstance(nonce, str) or not auth.is_nonce(nonce):
         raise RequestRejected(status, "no challenge")
-    client = auth.new_nonce()
-    proof = auth.request_headers(token, "POST", target, nonce, client, body)
-    lines = [f"POST {target} HTTP/1.1", f"Host: {address}", f"Content-Length: {len(body)}", *headers]
-    lines += [*(f"{k}: {v}" for k, v in proof.items()), "", ""]
+    client, body = auth.new_nonce(), request.body
+    proof = auth.request_headers(token, request.method, request.target, nonce, client, body)
+    lines = [f"{request.method} {request.target} HTTP/1.1", f"Host: {address}", f"Content-Length: {len(body)}"]
+    lines += [*request.headers, *(f"{k}: {v}" for k, v in proof.items()), "", ""]
     writer.write("\r\n".join(lines).encode() + body)
-    status, given, answer = await _read_response(reader)
+    status, given, answer = await _read_response(reader, request.max_answer_bytes)
     if not auth.macs_equal(auth.response_mac(token, status, client, answer), given.get(auth.MAC_HEADER.lower(), "")):
         # Without a MAC of its own, anybody on the way could have said it: it proves nothing about epochs.
         raise RequestRejected(status, "the answer is not authentic")
     return AgentAnswer(status, answer, nonce, client)
 
 
-async def _read_response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+async def _read_response(reader: asyncio.StreamReader, max_bytes: int) -> tuple[int, dict[str, str], bytes]:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         lines = head[:-4].decode("latin-1").split("\r\n")
         status = int(lines[0].split(" ")[1])
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-        length = min(int(headers.get("content-length", "0")), MAX_ANSWER_BYTES)
+        length = int(headers.get("content-length", "0"))
+        if not 0 <= length <= max_bytes:
+            raise RequestRejected(status, f"an answer of {length} bytes, more than {max_bytes}")
         return status, headers, await reader.readexactly(length)
-    except (ValueError, IndexError, asyncio.LimitOverrunError, asyncio.IncompleteReadError) as error:
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionResetError("the connection was closed before the answer was complete") from error
+    except (ValueError, IndexError, asyncio.LimitOverrunError) as error:
         raise RequestRejected(0, "the answer is not HTTP") from error
 
 

@@ -54,6 +54,7 @@ class HttpRequest:
     body: bytes
     nonce: str
     client: str
+    age: float = 0.0  # seconds since its nonce was handed out: it was sent no longer ago
 
     def json(self) -> dict[str, Any]:
         try:
@@ -201,11 +202,12 @@ class HttpServer:
         # Both are evaluated: whether a nonce is open must not show in the time that a wrong MAC takes.
         right = auth.macs_equal(auth.request_mac(self._token, method, target, nonce, client, body), mac)
         now = self._clock()
+        age = max(self._next_nonces.age(nonce, now), self._challenges.age(nonce, now))
         fresh = self._next_nonces.take(nonce, now) or self._challenges.take(nonce, now)
         if not (right and fresh):
             raise HttpError(401, "wrong MAC or nonce")
         path, _, query = target.partition("?")
-        return HttpRequest(method, target, path, dict(parse_qsl(query, max_num_fields=16)), body, nonce, client)
+        return HttpRequest(method, target, path, dict(parse_qsl(query, max_num_fields=16)), body, nonce, client, age)
 
     async def _route(self, request: HttpRequest) -> HttpResponse:
         if request.path not in self._routes:

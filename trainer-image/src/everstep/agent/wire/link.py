@@ -12,7 +12,7 @@ import json
 from typing import Any, Protocol
 
 from . import auth
-from .http_client import RequestRejected, connect_to_agent, encode_message, send_request
+from .http_client import AgentRequest, RequestRejected, connect_to_agent, encode_message, send_request
 from .http_server import enable_keep_alive
 
 MAX_FRAME_BYTES = 1024 * 1024
@@ -134,8 +134,8 @@ async def dial_agent(address: str, token: bytes, *, epoch: int, index: int, uid:
     reader, writer = await connect_to_agent(address)
     try:
         about = {"epoch": epoch, "index": index, "uid": uid}
-        upgrade = ("Connection: Upgrade", "Upgrade: everstep")
-        answer = await send_request((reader, writer), address, token, "/v1/link", about, *upgrade)
+        request = AgentRequest.post("/v1/link", about, "Connection: Upgrade", "Upgrade: everstep")
+        answer = await send_request((reader, writer), address, token, request)
         if answer.status != 101:
             newest = answer.field("epoch")
             why = str(answer.field("error"))[:200]

@@ -41,7 +41,6 @@ STOPPED_RESULT = "stopped"
 LEFT = "left"
 FENCED_RESULT = "fenced"
 UNCLEAN = "unclean"
-UNUSABLE = "unusable"
 
 
 @dataclass(frozen=True)
@@ -325,7 +324,11 @@ class Outcome:
     result: str
     exit_code: int
     message: str
-    failure: str | None = None  # id of the ledger entry
+    failure: str | None = None  # id of the entry
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the leader's `end` message, the same for every node."""
+        return {"type": "end", "result": self.result, "exitCode": self.exit_code, "message": self.message}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -346,12 +349,12 @@ def parse_order(message: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def parse_generation_id(text: str) -> tuple[int, int]:
-    """Return a ledger id as (epoch, generation); (0, 0), which is before all, for an empty one."""
+    """Return a generation's id as (epoch, generation); (0, 0), which is before all, for an empty one."""
     if not text:
         return 0, 0
     epoch, _, generation = text.partition(".")
     if not (epoch.isdecimal() and generation.isdecimal()) or len(text) > 32:
-        raise ValueError(f"not a ledger id: {text[:40]!r}")
+        raise ValueError(f"not a generation's id: {text[:40]!r}")
     return int(epoch), int(generation)
 
 

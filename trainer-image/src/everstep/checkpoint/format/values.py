@@ -189,11 +189,14 @@ def _encode_tagged(value: Any, path: str, allow_pickle: bool) -> object:
         raise UnsupportedValue(
             path,
             "a tensor cannot be saved inside of what is saved as one value: hold it in dictionaries whose keys are "
-            "plain values (text, numbers, tuples of them …), lists and tuples, or pass allow_pickle=True",
+            "plain values (text, numbers, tuples of them …), lists and tuples, or pass "
+            "StorageOptions(allow_pickle=True)",
         )
     kind = _name_kind(value)
     raise UnsupportedValue(
-        path, f"{kind} cannot be saved without pickle; save {_find_instead(value)}, or pass allow_pickle=True"
+        path,
+        f"{kind} cannot be saved without pickle; save {_find_instead(value)}, or pass "
+        "StorageOptions(allow_pickle=True)",
     )
 
 

@@ -40,7 +40,7 @@ def check_memory(directory: Path, need: int, copies: int, kept: int = 0) -> None
     ]
     free, spare, where, remedy = min(rooms, key=lambda room: room[0] - room[1])
     if need + spare > free:
-        fewer = " or use slots=1" * (max(copies, kept) > 1) + " or peers=0" * (kept > 0)
+        fewer = " or use MemoryOptions(slots=1)" * (max(copies, kept) > 1) + " or MemoryOptions(peers=0)" * (kept > 0)
         parts = [f"{copies} slot{'s' * (copies > 1)} for checkpoints"] if copies else []
         parts += [f"{kept} cop{'ies' if kept > 1 else 'y'} of another node's slots"] if kept else []
         raise InsufficientMemory(

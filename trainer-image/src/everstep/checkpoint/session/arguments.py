@@ -26,24 +26,20 @@ class _Wrong(Exception):
     """The value is not allowed; says what is."""
 
 
-def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a session with plain numbers in place of those of other libraries, and a default `every`.
+def check_argument(name: str, value: Any) -> Any:
+    """Return the value of an argument or an option, with a plain number in place of one of another library.
 
     Args:
-        given: By name, all of them.
+        name: The name of the argument.
+        value: Its value.
 
     Raises:
-        ValueError: One is not allowed; names it, its value and what is allowed.
+        ValueError: The value is not allowed; names it, and what is allowed.
     """
-    found = {}
-    for name, value in given.items():
-        try:
-            found[name] = CHECKS[name](value)
-        except _Wrong as allowed:
-            raise ValueError(f"{name} is {value!r}, and must be {allowed}") from None
-    if found["every"] is None and found["every_steps"] is None:
-        found["every"] = DEFAULT_EVERY
-    return found
+    try:
+        return CHECKS[name](value)
+    except _Wrong as allowed:
+        raise ValueError(f"{name} is {value!r}, and must be {allowed}") from None
 
 
 def _check_count(value: Any, least: int = 1) -> int:
@@ -102,6 +98,15 @@ def _check_place(value: Any) -> Any:
     return value
 
 
+def _check_store(value: Any) -> Any:
+    if str(_check_place(value)).startswith("memory://"):
+        raise _Wrong(
+            "a place that other processes reach too, since one beside the ranks stores what they save: a folder (of "
+            "tempfile.mkdtemp() for a trial) or a URL as s3://bucket/run"
+        )
+    return value
+
+
 def _check_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise _Wrong("a name, as text")
@@ -124,7 +129,7 @@ def _check_options(value: Any) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[Any], Any]] = {
-    "store": _check_place,
+    "store": _check_store,
     "every": _or_none(_check_interval),
     "every_steps": _or_none(_check_count),
     "keep_last": _check_count,
@@ -135,7 +140,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "policy": _one_of(*POLICIES),
     "slots": _check_count,
     "peers": _or_none(_one_of(0, 1)),
-    "memory": _or_none(_check_place),
+    "directory": _or_none(_check_place),
     "attempt": _or_none(_check_attempt),
     "checksum": _one_of(*ALGORITHMS),
     "allow_pickle": _one_of(False, True),

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from everstep.checkpoint.catalog.best import Mode
 from everstep.checkpoint.catalog.selection import Rename
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback, CheckpointEvent, Events, Metrics
-from everstep.checkpoint.format import checksum
 from everstep.checkpoint.format.keys import Attempt, Key, check_deadline, check_step
 from everstep.checkpoint.format.user_metadata import pack_metadata
-from everstep.checkpoint.host.paths import make_absolute
 from everstep.checkpoint.peers.discovery import serve_reads
 from everstep.checkpoint.publish import attempts, fence
 from everstep.checkpoint.ranks import topology
@@ -36,48 +31,36 @@ from everstep.checkpoint.save.session_end import tell_unmet_request
 from everstep.checkpoint.save.step_agreement import Agreement
 from everstep.checkpoint.save.trigger import Trigger, estimate_mean_time_between_failures
 from everstep.checkpoint.session import claiming
-from everstep.checkpoint.session.arguments import check_arguments
 from everstep.checkpoint.session.one_at_a_time import check_process, one_at_a_time
+from everstep.checkpoint.session.options import (
+    MemoryOptions,
+    RetentionOptions,
+    SessionArguments,
+    StorageOptions,
+    TimeOptions,
+)
+from everstep.checkpoint.session.places import open_places
+from everstep.checkpoint.session.process_sessions import replace_earlier_session
 from everstep.checkpoint.session.source_ranks import check_source_ranks
-from everstep.checkpoint.slots.slots import default_directory, default_memory
 from everstep.checkpoint.state.casting import Cast, Casts
 from everstep.checkpoint.state.inference_mode import making_normal_tensors
 from everstep.checkpoint.state.loader_samplers import warn_of_random_samplers
 from everstep.checkpoint.state.rng import GENERATORS, add_generators
-from everstep.checkpoint.store.base import Store, open_store
+from everstep.keywords import explain_keywords
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
 
-_log = logging.getLogger("everstep.checkpoint")
-
-_OF_WRITER = (
-    "slots", "keep_last", "keep_every", "keep_best", "best_metric", "best_mode", "commit_timeout", "stall_after"
-)  # fmt: skip
-
 
 class Checkpointer:
-    """Saves and restores one run. All ranks make one, with the same arguments, after `init_process_group`.
+    """A session that saves and restores one run. All ranks make one, alike, after `init_process_group`.
 
-    store: a folder or a URL, e.g. s3://bucket/run; `options` go to the store.
-    every: seconds, "10m", or "auto" (by Young and Daly, from what saves cost and how often the run fails);
-    every_steps: a number of steps; both may be given, with neither it is ten minutes.
-    keep_last, keep_every: how many checkpoints stay, and each one whose step is a multiple of the latter.
-    keep_best: so many stay beside these, the best by the number `best_metric` of their metadata; best_mode: "min" or
-    "max".
-    policy: what a save does that is due while one is still being stored: "skip" (it is taken when the next one is due),
-    "wait" (training waits) or "queue" (it is taken into the other slot, and training waits where that is in use too).
-    slots: copies in each node's memory; with one, no whole copy is there while a save is copied.
-    peers: 1 keeps a copy of each node's slots in the memory of another node, so that the loss of a node costs no read
-    of the store; by default where there are several nodes with room for it. EVERSTEP_FAILURE_DOMAIN: what a node fails
-    together with, by default its machine.
-    memory: the slots' directory; by default one in /dev/shm, or in EVERSTEP_CHECKPOINT_MEMORY.
-    attempt: the fencing token (epoch, generation), by default EVERSTEP_EPOCH and EVERSTEP_GENERATION, or counted.
-    time_between_failures: seconds, for "auto"; by default learned from the store.
-    The attribute `metadata`, a dictionary or a function from the step to one, is kept with each checkpoint.
-    timeout: seconds that a rank waits for other ranks or for its writer; commit_timeout: that a save may take;
-    linger: that a writer stays whose ranks are gone.
+    Attributes:
+        store: The store.
+        attempt: The fencing token of this session, (epoch, generation), once it has saved.
+        metadata: A dictionary, or a function from the step to one, that is kept with each checkpoint.
     """
 
+    @explain_keywords(retention=RetentionOptions, memory=MemoryOptions, storage=StorageOptions, times=TimeOptions)
     def __init__(
         self,
         store: str | os.PathLike[str],
@@ -85,72 +68,61 @@ class Checkpointer:
         every: str | float | Literal["auto"] | None = None,
         every_steps: int | None = None,
         keep_last: int = 3,
-        keep_every: int | None = None,
-        keep_best: int | None = None,
-        best_metric: str = "loss",
-        best_mode: Mode = "min",
         policy: Policy = "skip",
-        slots: int = 2,
-        peers: Literal[0, 1] | None = None,
-        memory: str | os.PathLike[str] | None = None,
+        retention: RetentionOptions | None = None,
+        memory: MemoryOptions | None = None,
+        storage: StorageOptions | None = None,
+        times: TimeOptions | None = None,
         attempt: tuple[int, int] | None = None,
-        checksum: str = checksum.DEFAULT,
-        allow_pickle: bool = False,
-        time_between_failures: float | None = None,
-        timeout: float = 300.0,
-        commit_timeout: float = 1800.0,
-        stall_after: float = 60.0,
-        linger: float = 600.0,
-        options: Mapping[str, Any] | None = None,
     ) -> None:
-        given = check_arguments({name: each for name, each in locals().items() if name != "self"})
-        every, every_steps, timeout, commit_timeout = (
-            given[name] for name in ("every", "every_steps", "timeout", "commit_timeout")
-        )
-        time_between_failures = given["time_between_failures"]
-        self._trigger = Trigger.parse(every, every_steps, time_between_failures)
+        """Begin a session, which writes nothing before its first save.
+
+        Args:
+            store: A folder or a URL, as s3://bucket/run.
+            every: The time between saves: seconds, "10m", or "auto" (by Young and Daly, from what saves cost and how
+                often the run fails). With neither this nor `every_steps` it is ten minutes.
+            every_steps: The number of steps between saves; both may be given.
+            keep_last: The number of newest checkpoints that stay.
+            policy: What a save does that is due while one is still being stored: "skip" (it is taken when the next one
+                is due), "wait" (training waits) or "queue" (it is taken into the other slot, and training waits where
+                that is in use too).
+            retention: Which checkpoints stay beside the newest.
+            memory: The copies in the nodes' memory.
+            storage: The store's own options, the checksum, and whether pickles are allowed.
+            times: How long a session waits, for ranks, for the store and for what is lost.
+            attempt: The fencing token (epoch, generation); None for EVERSTEP_EPOCH and EVERSTEP_GENERATION, or counted.
+
+        Raises:
+            ValueError: An argument is not allowed.
+            CheckpointError: The store or the memory cannot be opened; on all ranks.
+        """
+        self._asked = asked = SessionArguments.check({name: each for name, each in locals().items() if name != "self"})
+        self._trigger = Trigger.parse(asked.every, asked.every_steps, asked.times.time_between_failures)
         self._events, self._metrics = Events(), Metrics()
-        self._how = How(checksum, allow_pickle)
-        self._pilot: SaveCoordinator | None = None
-        self._group = open_host_group(timeout)
+        self._how = How(asked.storage.checksum, asked.storage.allow_pickle)
+        self._group = open_host_group(asked.times.timeout, "everstep.checkpointer()")
         self._topology = topology.find_topology(self._group)
-        self._options = dict(options or {})
-
-        def open_places() -> tuple[Store, Path, Path | None]:
-            own = None if memory is None else make_absolute(memory, "memory=")  # the writer works in another folder
-            return open_store(store, **self._options), default_memory(), own
-
-        self.store, shared, own = run_on_all_ranks(open_places, self._group)  # else others wait for one that cannot
+        self.store, self._directory = open_places(asked, self._topology, self._group)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
         self.attempt: Attempt | None = None
-        self._given = Attempt(*given["attempt"]) if attempt is not None else fence.get_given_attempt()
-        self._time_between_failures = time_between_failures
-        self._settings: dict[str, Any] = {
-            **{name: given[name] for name in _OF_WRITER},
-            "fence": str(fence.FENCE) if attempt is None and self._given is not None else None,
-            "insist": peers == 1,
-        }
-        self._keeps_copies = self._topology.nodes > 1 and peers != 0
-        place = topology.find_place(self._topology, shared, self._group)
-        self._directory = own if own is not None else default_directory(self.store.url, place)
-        self._linger = given["linger"]
+        self._given = Attempt(*asked.attempt) if asked.attempt is not None else fence.get_given_attempt()
+        self._keeps_copies = self._topology.nodes > 1 and asked.memory.peers != 0
+        self._pilot: SaveCoordinator | None = None
         self._node: WriterConnection | None = None
         self._process = os.getpid()
-        self._is_closed = False
+        self.ended = ""  # why nothing may be called any more
         self._objects: dict[str, object] | None = None
         self._seen: claiming.LastSeen | None = None
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
         self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
+        rank, timeout = self._topology.rank, asked.times.timeout
         self._board: KVStore = SharedKVStore.open(self._group, timeout) if self._group is not None else LocalKVStore()
-        self._agreement = Agreement(self._board, self._topology.rank, timeout)
-        self._arrivals = Arrivals(self._board, self._topology.rank, self._group)
-        self._vote = RestoreConsensus(self._board, self._topology.rank, self._topology.world, timeout)
-        self._policy: Policy = policy
-        self._timeout = timeout
-        self._commit_timeout = commit_timeout
+        self._agreement = Agreement(self._board, rank, timeout)
+        self._arrivals = Arrivals(self._board, rank, self._group)
+        self._vote = RestoreConsensus(self._board, rank, self._topology.world, timeout)
 
     # ---- a script's calls
 
@@ -228,7 +200,7 @@ class Checkpointer:
                 these objects cannot be saved here.
         """
         if self._pilot is None and not self._has_restored:
-            keep = self._settings["keep_last"]
+            keep = self._asked.keep_last
             with self._arrivals.naming_absent("track()"):
                 run_on_all_ranks(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep)), self._group)
             self._seen = claiming.LastSeen(None, None)
@@ -253,7 +225,7 @@ class Checkpointer:
             check_source_ranks(everything, self._group)
             if self._pilot is None:
                 check_start(
-                    everything, self._topology, self._group, self._how, self._directory, int(self._settings["slots"])
+                    everything, self._topology, self._group, self._how, self._directory, self._asked.memory.slots
                 )
         self._set_objects(everything)
 
@@ -331,7 +303,7 @@ class Checkpointer:
         """
         if os.getpid() != self._process:
             return
-        self._is_closed = True
+        self.ended = "is called after close(): make another session, and restore() in it to go on"
         try:
             if self._pilot is not None:
                 self._pilot.close(wait)
@@ -370,8 +342,8 @@ class Checkpointer:
             CheckpointError: It may not.
         """
         check_process(self._process, call)
-        if self._is_closed:
-            raise CheckpointError(f"{call} is called after close(): make another session, and restore() in it to go on")
+        if self.ended:
+            raise CheckpointError(f"{call} {self.ended}")
 
     def _set_objects(self, objects: dict[str, object], step: int | None = None) -> None:
         """These are saved from here on. `step`: that training goes on from, where it was just restored."""
@@ -402,9 +374,9 @@ class Checkpointer:
             attempt=Attempt.parse(node.config.attempt),
             events=self._events,
             metrics=self._metrics,
-            policy=self._policy,
-            timeout=self._timeout,
-            commit_timeout=self._commit_timeout,
+            policy=self._asked.policy,
+            timeout=self._asked.times.timeout,
+            commit_timeout=self._asked.times.commit_timeout,
         )
         if self._wish is not None:
             (until,) = self._wish
@@ -427,6 +399,7 @@ class Checkpointer:
 
     def _claim(self) -> WriterConnection:
         """Take the attempt, this node's writer and its slots for this run. Collective."""
+        fenced = self._asked.attempt is None and self._given is not None
         node = claiming.claim_node(
             self.store,
             self._given,
@@ -434,16 +407,17 @@ class Checkpointer:
             self._topology,
             self._group,
             self._directory,
-            linger_seconds=self._linger,
+            linger_seconds=self._asked.times.linger,
             keeps_copies=self._keeps_copies,
             learn=self._learn_failures,
-            settings={"options": self._options, **self._settings},
+            settings={**self._asked.describe_for_writer(), "fence": str(fence.FENCE) if fenced else None},
         )
         self.attempt = Attempt.parse(node.config.attempt)
+        replace_earlier_session(self._directory, self, self.store.url)
         return node
 
     def _learn_failures(self) -> None:
-        if self._trigger.auto and self._time_between_failures is None:
+        if self._trigger.auto and self._asked.times.time_between_failures is None:
             self._trigger.between_failures = estimate_mean_time_between_failures(*claiming.read_history(self.store))
 
     def _first(self, make: Any) -> Any:

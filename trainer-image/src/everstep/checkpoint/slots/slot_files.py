@@ -17,7 +17,7 @@ from everstep.checkpoint.errors import CheckpointError
 
 _ATTEMPTS = 100
 MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
-_ANOTHER = f"name another memory: memory=... or {MEMORY_VARIABLE}"
+_ANOTHER = f"name another memory: MemoryOptions(directory=…) or {MEMORY_VARIABLE}"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 

@@ -1,0 +1,195 @@
+"""Reads the Leases that kubelets renew (every 10 s, in the namespace kube-node-lease), of nodes under silent agents
+only: a watch of all would be 500 events a second on 5,000 nodes.
+
+Whether one was renewed is judged by its resourceVersion and our own clock, never by the time that is written in it:
+clocks of machines need not agree. Time in which we could not read, or stood still, does not count: kubelets could not
+renew either while the API server was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from everstep.agent.system.clock import read_boottime
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.cache import ClusterCache, Key
+from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.resources import LEASES
+from everstep_operator.plan.node_loss import describe_brake
+from everstep_operator.plan.node_view import NodeView
+
+log = structlog.get_logger(__name__)
+
+NODE_LEASES_NAMESPACE = "kube-node-lease"
+PERIOD = 2.0  # seconds between two reads of one Lease
+READS_AT_ONCE = 16
+READS_A_SECOND = 100
+MAX_AVOIDED = 32  # names in a pod that is made
+
+
+@dataclass
+class _FollowedNode:
+    """The reads of one node's Lease so far."""
+
+    task: asyncio.Task[None]
+    jobs: set[Key] = field(default_factory=set)
+    version: str = ""
+    unchanged_since: float | None = None  # by `timer`
+    read_at: float | None = None  # by `timer`
+    silent_since: float | None = None  # by `clock`
+
+
+class NodeLeases:
+    """Follows the Leases of suspect nodes. `changed(job)` is called when a node of the job becomes silent, or is heard
+    again."""
+
+    def __init__(
+        self,
+        client: Client,
+        cache: ClusterCache,
+        changed: Callable[[Key], None],
+        *,
+        clock: Callable[[], float],
+        silence: float,
+        timer: Callable[[], float] = read_boottime,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Begin with no node.
+
+        Args:
+            client: The API server.
+            cache: Holds all nodes.
+            changed: Called with jobs that should be looked at again.
+            clock: Unix seconds, as plans have them.
+            silence: Seconds without a renewal after which a node is silent; 0: never.
+            timer: Monotonic seconds that go on while the machine is suspended.
+            sleep: Waits for so many seconds of `timer`.
+        """
+        self._client = client
+        self._cache = cache
+        self._changed = changed
+        self._clock = clock
+        self._silence = silence
+        self._timer = timer
+        self._sleep = sleep
+        self._nodes: dict[str, _FollowedNode] = {}
+        self._reads = asyncio.Semaphore(READS_AT_ONCE)
+        self._is_forbidden = False
+
+    def follow(self, job: Key, nodes: frozenset[str]) -> None:
+        """Follow these nodes for a job, and no others for it any more."""
+        if not self._silence or self._is_forbidden:
+            return
+        for name in nodes:
+            known = self._nodes.get(name)
+            if known is None:
+                task = asyncio.create_task(self._follow_forever(name), name=f"Lease of node {name}")
+                known = self._nodes[name] = _FollowedNode(task)
+            known.jobs.add(job)
+        for name in [name for name, each in self._nodes.items() if job in each.jobs and name not in nodes]:
+            self._nodes[name].jobs.discard(job)
+            self._drop_if_idle(name)
+
+    def mark_silent(self, nodes: Iterable[NodeView]) -> dict[str, NodeView]:
+        """Return the nodes by name, with what their Leases say of those that are silent."""
+        marked = {}
+        for node in nodes:
+            known = self._nodes.get(node.name)
+            if known is not None and known.silent_since is not None:
+                node = replace(node, silent_since=known.silent_since, held=self._find_brake(node.zone))
+            marked[node.name] = node
+        return marked
+
+    def list_silent_nodes(self) -> tuple[str, ...]:
+        """Return the silent nodes that are Ready for the scheduler, which hears of a dead one after some 50 s."""
+        return tuple(sorted(name for name, each in self._nodes.items() if each.silent_since is not None))[:MAX_AVOIDED]
+
+    async def close(self) -> None:
+        tasks = [each.task for each in self._nodes.values()]
+        self._nodes.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _find_brake(self, zone: str) -> str:
+        """Return why no node of this zone is to be taken for dead now, or nothing."""
+        everywhere, silent, here, silent_here = 0, 0, 0, 0
+        for (_, name), node in self._cache.nodes.items():
+            known = self._nodes.get(name)
+            is_silent = known is not None and known.silent_since is not None
+            everywhere, silent = everywhere + 1, silent + is_silent
+            if node.zone == zone:
+                here, silent_here = here + 1, silent_here + is_silent
+        return describe_brake(silent_here, here, f"zone {zone}" if zone else "the cluster") or describe_brake(
+            silent, everywhere, "the cluster"
+        )
+
+    @property
+    def _period(self) -> float:
+        """Return the seconds between two reads of one Lease: longer where very many are followed."""
+        return max(PERIOD, len(self._nodes) / READS_A_SECOND)
+
+    def _drop_if_idle(self, name: str) -> None:
+        known = self._nodes[name]
+        entry = self._cache.nodes.get(("", name))
+        # A dead node is followed until the scheduler knows: replacements would be bound to it meanwhile.
+        if not known.jobs and (known.silent_since is None or entry is None or not entry.value.ready):
+            known.task.cancel()
+            del self._nodes[name]
+
+    async def _follow_forever(self, name: str) -> None:
+        while True:
+            try:
+                async with self._reads:
+                    asked = self._timer()
+                    lease = await self._client.get(LEASES, NODE_LEASES_NAMESPACE, name)
+            except errors.Forbidden as error:
+                self._stop(error.message)
+                return
+            except errors.NotFound:
+                self._note_read(name, "", asked)  # some virtual nodes have none: nothing can be said of them
+            except (errors.ApiError, errors.Unreachable) as error:
+                log.info("cannot read the lease of a node", node=name, error=str(error))
+            else:
+                self._note_read(name, str(lease["metadata"].get("resourceVersion") or ""), asked)
+            await self._sleep(self._period)
+            if name in self._nodes:
+                self._drop_if_idle(name)
+
+    def _note_read(self, name: str, version: str, asked: float) -> None:
+        """Take in a Lease that was read. It was as it is at some time after `asked`."""
+        known, now = self._nodes.get(name), self._timer()
+        if known is None:
+            return
+        gap = now - known.read_at if known.read_at is not None else 0.0
+        known.read_at = now
+        if not version or version != known.version or known.unchanged_since is None:
+            known.version, known.unchanged_since = version, now if version else None
+            self._set_silent(name, known, None)
+        elif gap > 3 * self._period:
+            known.unchanged_since = now
+        elif known.silent_since is None and asked - known.unchanged_since >= self._silence:
+            log.warning("a node is silent", node=name, seconds=round(asked - known.unchanged_since, 1))
+            self._set_silent(name, known, self._clock())
+
+    def _set_silent(self, name: str, known: _FollowedNode, since: float | None) -> None:
+        if known.silent_since == since:
+            return
+        if since is None:
+            log.info("a silent node is heard again", node=name)
+        known.silent_since = since
+        for job in {*known.jobs, *self._cache.jobs_on(name)}:
+            self._changed(job)
+
+    def _stop(self, message: str) -> None:
+        """Give up for good: without the right to read Leases, dead nodes take as long as Kubernetes takes."""
+        if not self._is_forbidden:
+            log.warning("may not read the leases of nodes: one is lost when its Node is removed", error=message)
+        self._is_forbidden = True
+        for known in self._nodes.values():
+            known.task.cancel()
+        self._nodes.clear()

@@ -1,0 +1,211 @@
+"""A node is silent when its Lease was seen not to change for long enough, by our own clock and by nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest_asyncio
+
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.cache import ClusterCache, Key
+from everstep_operator.cluster.node_leases import NODE_LEASES_NAMESPACE, NodeLeases
+from everstep_operator.plan.node_view import NodeView
+
+JOB: Key = ("team", "digits")
+SILENCE = 20.0
+
+
+class Kubelets:
+    """Leases of nodes as an API server has them. Time passes when the test says so, for all of its readers too."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.versions: dict[str, int] = {}
+        self.alive: set[str] = set()
+        self.error: Exception | None = None
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    async def get(self, resource: Any, namespace: str | None, name: str) -> Any:
+        assert (resource.plural, namespace) == ("leases", NODE_LEASES_NAMESPACE)
+        if self.error is not None:
+            raise self.error
+        if name not in self.versions:
+            raise errors.NotFound(404, "NotFound", name)
+        renewals = int(self.now / 10) if name in self.alive else 0
+        return {"metadata": {"name": name, "resourceVersion": str(self.versions[name] + renewals)}}
+
+    async def sleep(self, seconds: float) -> None:
+        until = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self.now + seconds, until))
+        await until
+
+    async def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while True:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            due = [(at, one) for at, one in self._sleepers if at <= end and not one.done()]
+            self._sleepers = [(at, one) for at, one in self._sleepers if not one.done()]
+            if not due:
+                break
+            self.now = max(self.now, min(at for at, _ in due))
+            for at, one in due:
+                if at <= self.now:
+                    one.set_result(None)
+        self.now = end
+
+
+class Follower:
+    def __init__(self) -> None:
+        self.server = Kubelets()
+        self.woken: list[Key] = []
+        self.cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
+        self.leases = NodeLeases(
+            self.server,  # type: ignore[arg-type]
+            self.cache,
+            self.woken.append,
+            clock=lambda: self.server.now + 5e8,
+            silence=SILENCE,
+            timer=lambda: self.server.now,
+            sleep=self.server.sleep,
+        )
+        self.pass_time = self.server.pass_time
+
+    def follow(self, *names: str, alive: bool = False) -> None:
+        for name in names:
+            self.server.versions.setdefault(name, 7)
+        if alive:
+            self.server.alive.update(names)
+        self.leases.follow(JOB, frozenset(self.server.versions))
+
+    def put_node(self, name: str, *, ready: bool = True, zone: str = "") -> NodeView:
+        labels = {"topology.kubernetes.io/zone": zone} if zone else {}
+        meta = {"name": name, "uid": name, "resourceVersion": str(self.cache.nodes.newest + 1), "labels": labels}
+        status = {"conditions": [{"type": "Ready", "status": "True" if ready else "Unknown"}]}
+        self.cache.nodes.put({"metadata": meta, "status": status})
+        entry = self.cache.nodes.get(("", name))
+        assert entry is not None
+        return entry.value
+
+    def silent(self, *names: str) -> list[str]:
+        marked = self.leases.mark_silent(NodeView(name) for name in names)
+        return [name for name, node in marked.items() if node.silent_since is not None]
+
+
+@pytest_asyncio.fixture
+async def follower() -> AsyncIterator[Follower]:
+    made = Follower()
+    yield made
+    await made.leases.close()
+
+
+async def test_a_lease_that_is_not_renewed_makes_its_node_silent_and_wakes_the_job(follower: Follower) -> None:
+    follower.follow("n1")
+    await follower.pass_time(SILENCE - 1)
+    assert follower.silent("n1") == []
+    await follower.pass_time(5)
+    assert follower.silent("n1") == ["n1"]
+    assert follower.woken == [JOB], "once"
+    assert follower.leases.list_silent_nodes() == ("n1",)
+
+
+async def test_a_lease_that_is_renewed_does_not(follower: Follower) -> None:
+    follower.follow("n1", alive=True)
+    follower.follow("n2")
+    await follower.pass_time(3 * SILENCE)
+    assert follower.silent("n1", "n2") == ["n2"]
+
+
+async def test_a_node_that_renews_again_is_heard_and_the_job_is_told(follower: Follower) -> None:
+    follower.follow("n1")
+    await follower.pass_time(SILENCE + 5)
+    follower.server.alive.add("n1")
+    await follower.pass_time(11)
+    assert follower.silent("n1") == []
+    assert follower.woken == [JOB, JOB]
+
+
+async def test_time_in_which_the_api_server_was_away_does_not_count(follower: Follower) -> None:
+    """Kubelets could not renew their Leases either."""
+    follower.follow("n1")
+    await follower.pass_time(6)
+    follower.server.error = errors.Unreachable("down", sent=True)
+    await follower.pass_time(60)
+    follower.server.error = None
+    await follower.pass_time(SILENCE - 3)
+    assert follower.silent("n1") == []
+    await follower.pass_time(8)
+    assert follower.silent("n1") == ["n1"]
+
+
+async def test_time_in_which_the_operator_s_machine_was_suspended_does_not_count(follower: Follower) -> None:
+    follower.follow("n1")
+    await follower.pass_time(5)
+    follower.server.now += 3600
+    await follower.pass_time(5)
+    assert follower.silent("n1") == []
+
+
+async def test_of_a_node_without_a_lease_nothing_can_be_said(follower: Follower) -> None:
+    follower.leases.follow(JOB, frozenset({"virtual"}))
+    await follower.pass_time(3 * SILENCE)
+    assert follower.silent("virtual") == []
+
+
+async def test_without_the_right_to_read_leases_nothing_is_asked_any_more(follower: Follower) -> None:
+    follower.server.error = errors.Forbidden(403, "Forbidden", "leases is forbidden")
+    follower.follow("n1")
+    await follower.pass_time(5)
+    follower.server.error = AssertionError("it was asked again")
+    follower.follow("n1", "n2")
+    await follower.pass_time(60)
+    assert follower.silent("n1", "n2") == []
+
+
+async def test_nothing_is_asked_where_silence_proves_nothing() -> None:
+    server = Kubelets()
+    server.error = AssertionError("it was asked")
+    cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
+    leases = NodeLeases(server, cache, lambda _: None, clock=float, silence=0, sleep=server.sleep)  # type: ignore[arg-type]
+    leases.follow(JOB, frozenset({"n1"}))
+    await server.pass_time(60)
+    assert leases.list_silent_nodes() == ()
+
+
+async def test_a_node_is_followed_until_no_job_suspects_it(follower: Follower) -> None:
+    follower.follow("n1", alive=True)
+    follower.leases.follow(("team", "other"), frozenset({"n1"}))
+    follower.leases.follow(JOB, frozenset())
+    follower.server.alive.clear()
+    await follower.pass_time(SILENCE + 15)
+    assert follower.silent("n1") == ["n1"]
+    assert follower.woken == [("team", "other")]
+    follower.server.alive.add("n1")
+    await follower.pass_time(15)
+    follower.leases.follow(("team", "other"), frozenset())
+    follower.server.error = AssertionError("it was asked again")
+    await follower.pass_time(60)
+
+
+async def test_a_dead_node_is_avoided_until_the_scheduler_knows_of_it(follower: Follower) -> None:
+    follower.put_node("n1")
+    follower.follow("n1")
+    await follower.pass_time(SILENCE + 5)
+    follower.leases.follow(JOB, frozenset())  # its pod was deleted
+    await follower.pass_time(10)
+    assert follower.leases.list_silent_nodes() == ("n1",)
+    follower.put_node("n1", ready=False)
+    await follower.pass_time(5)
+    assert follower.leases.list_silent_nodes() == ()
+
+
+async def test_most_nodes_of_a_zone_that_are_silent_together_are_held(follower: Follower) -> None:
+    zones = {"a1": "a", "a2": "a", "a3": "a", **{f"b{i}": "b" for i in range(6)}}
+    nodes = {name: follower.put_node(name, zone=zone) for name, zone in zones.items()}
+    follower.follow("a1", "a2", "b1")
+    await follower.pass_time(SILENCE + 5)
+    marked = follower.leases.mark_silent([nodes["a1"], nodes["b1"]])
+    assert "2 of 3 of zone a are silent at once" in marked["a1"].held
+    assert marked["b1"].held == ""

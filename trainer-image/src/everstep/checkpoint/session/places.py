@@ -1,0 +1,39 @@
+"""The places of a session: its store, and the directory of its node's slots. Nothing is written in them here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from everstep.checkpoint.host.paths import make_absolute
+from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
+from everstep.checkpoint.ranks.topology import Topology, find_place
+from everstep.checkpoint.session.options import SessionArguments
+from everstep.checkpoint.slots.slots import default_directory, default_memory
+from everstep.checkpoint.store.base import Store, open_store
+
+
+def open_places(asked: SessionArguments, topology: Topology, group: dist.ProcessGroup | None) -> tuple[Store, Path]:
+    """Open the store, and find the directory of this node's slots. Collective.
+
+    Args:
+        asked: The arguments of the session.
+        topology: The place of this rank in the run.
+        group: All ranks; None for one process.
+
+    Returns:
+        The store and the directory.
+
+    Raises:
+        CheckpointError: On all ranks: one of them cannot open the store, or has no memory.
+    """
+
+    def open_both() -> tuple[Store, Path, Path | None]:
+        named = asked.memory.directory  # the writer works in another folder
+        own = None if named is None else make_absolute(named, "MemoryOptions.directory")
+        return open_store(asked.store, **dict(asked.storage.options or {})), default_memory(), own
+
+    store, shared, own = run_on_all_ranks(open_both, group)  # else others wait for one that cannot
+    place = find_place(topology, shared, group)
+    return store, own if own is not None else default_directory(store.url, place)
