@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.catalog.leases import CheckpointLease, hold_lease, list_leases
-from everstep.checkpoint.catalog.verification import verify_and_mark
+from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, verify_and_mark
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.publish import commit
-from everstep.checkpoint.retention.retention import plan_retention, prune_store
+from everstep.checkpoint.retention.retention import plan_retention, prune_store, prune_verified
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load, newer
@@ -132,6 +132,32 @@ def test_what_a_prune_that_died_has_left_can_be_saved_again_and_is_whole(calls: 
             training.write(store, key(10), rank)
     training.commit(store, key(10))
     verify_checkpoint(store, key(10))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("calls", range(11))
+def test_prunes_around_one_that_died_keep_as_many_verified_checkpoints_as_are_wanted(
+    calls: int, after: bool, store: Store
+) -> None:
+    """The older is half removed and saved again, then a prune wants three: none of what counts may be half there."""
+    for step in (10, 20, 30):
+        training.save(store, key(step))
+        verify_and_mark(store, key(step))
+    with suppress(Died):
+        prune_verified(VerifiedCheckpoints(Mortal(store, calls, after)), keep_last=2)
+    for rank in range(training.world):
+        _, manifest = training.part(key(10), rank)
+        if not commit.is_node_announced(store, rank, manifest):
+            store.delete([*(entry.name for entry in store.list(key(10).mark_prefix)), key(10).part_name(rank)])
+            training.write(store, key(10), rank)
+    training.commit(store, key(10))
+    marked = VerifiedCheckpoints(store).marked(list_candidates(store))
+    prune_verified(VerifiedCheckpoints(store), keep_last=3)
+    assert len(VerifiedCheckpoints(store).marked(list_candidates(store))) >= len(marked)
+    for step in (10, 20, 30):
+        verify_checkpoint(store, key(step))
+    assert prune_verified(VerifiedCheckpoints(store), keep_last=2).removed == (key(10),)
+    assert list_candidates(store) == [key(30), key(20)]
 
 
 def test_leftovers_of_dead_saves_go_when_they_are_old_and_a_greater_one_is_good(store: Store) -> None:
