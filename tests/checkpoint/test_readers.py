@@ -181,6 +181,64 @@ def test_a_live_run_saves_as_if_alone_whoever_reads_at_whatever_moment(folder: P
     until(lambda: not list(Path(folder / HERE).glob("everstep-*")), "the run has given its memory back", PATIENCE)
 
 
+def with_defaults(folder: Path) -> Checkpointer:
+    return everstep.checkpointer(folder / "store", every_steps=10)
+
+
+def trains_to_60(rank: int, folder: Path) -> tuple[int, list[int], list[str], dict[str, Any]]:
+    on(folder, HERE, inherits=False)
+    model, saved, failed = Model(), list[Any](), list[str]()
+    with with_defaults(folder) as ckpt:
+        ckpt.on("saved", lambda event: saved.append(event.key))
+        ckpt.on("failed", lambda event: failed.append(event.why))
+        nodes = ckpt._topology.nodes
+        assert ckpt.restore(model=model).step == 0
+        for step in range(1, 61):
+            train(ckpt, model, step)
+            if step % 10 == 0:
+                ckpt.wait()  # steps of no length would be due before the last save is stored
+            if step in (25, 35):
+                pause(folder, str(step))
+    return nodes, [key.step for key in saved], failed, ckpt.metrics()
+
+
+def evaluates_around_25(rank: int, folder: Path) -> list[int]:
+    on(folder, HERE, inherits=False)
+    found, model = [], Model()
+    with with_defaults(folder) as ckpt:
+        found.append(ckpt.restore(model=model).step)
+        (folder / "go 25").touch()
+        until((folder / "at 35").exists, "the run has saved beside the evaluation", PATIENCE)
+        found.append(ckpt.restore(model=model).step)
+    (folder / "go 35").touch()
+    return found
+
+
+def resumes(rank: int, folder: Path) -> int:
+    on(folder, HERE, inherits=False)
+    model = Model()
+    with with_defaults(folder) as ckpt:
+        ckpt.restore(model=model)
+    return model.at
+
+
+def test_with_all_defaults_an_evaluation_at_step_25_costs_a_run_on_the_same_machine_nothing(folder: Path) -> None:
+    """Two ranks share a node, and so a writer, which the evaluation meets in the same memory."""
+    with ThreadPoolExecutor(2) as pool:
+        training = pool.submit(run, 2, trains_to_60, folder, timeout=PATIENCE)
+        until(lambda: training.done() or (folder / "at 25").exists(), "the run is at step 25", PATIENCE)
+        assert not training.done(), training.result()
+        assert run(1, evaluates_around_25, folder, timeout=PATIENCE) == [[20, 30]]
+        for nodes, saved, failed, metrics in training.result():
+            assert nodes == 1
+            assert (saved, failed) == ([10, 20, 30, 40, 50, 60], [])
+            assert (metrics["saved"], metrics["failed"]) == (6, 0)
+    until(lambda: steps_in(folder) == [40, 50, 60], "retention has kept the newest three", PATIENCE)
+    store = PosixStore(folder / "store")
+    assert [verify_checkpoint(store, key).world for key in list_candidates(store)] == [2, 2, 2]
+    assert run(2, resumes, folder) == [60, 60]
+
+
 def taken_over(rank: int, folder: Path) -> str:
     on(folder, HERE, inherits=False)
     model, failed = Model(), []
