@@ -100,6 +100,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
         ml=Path(setup["ml"]),
         termination_log=Path("/nonexistent"),
         owns_pod=os.getpid() == 1,
+        slots=Path(setup["slots"]) if setup["slots"] else None,
     )
     place.scratch.mkdir(parents=True, exist_ok=True)
     supervisor = Supervisor(parse_config(setup["job"], setup["environ"]), place, emit, spawn_on)

@@ -76,6 +76,7 @@ class Node:
             "agent": str(agent),
             "scratch": str(self.folder / "run"),
             "shm": str(self.shm) if pod else "",
+            "slots": str(self.folder / "slots") if pod else "",
             "clean_timeout": clean_timeout,
             "gpu_timeout": gpu_timeout,
             "note_interval": note_interval,

@@ -117,6 +117,36 @@ async def test_shared_memory_is_cleared(tmp_path: Path) -> None:
 
 
 @needs_root
+async def test_slots_of_checkpoints_outlive_a_generation_but_for_those_of_stores_long_left(tmp_path: Path) -> None:
+    """Each generation writes into a folder of its own, as with a script that names another store at each start."""
+    slots = tmp_path / "node-0" / "slots"
+    script = (
+        "import os, sys\n"
+        "folder = os.path.join(sys.argv[1], 'everstep-' + os.environ['EVERSTEP_GENERATION'], '0')\n"
+        "os.makedirs(folder); open(os.path.join(folder, '0.part'), 'wb').write(b'weights')\n"
+    )
+    async with Node(tmp_path, [sys.executable, "-c", script, str(slots)], pod=True) as node:
+        kept = []
+        for generation in range(1, 5):
+            await node.start()
+            await node.event("RankExited", generation=node.generation)
+            # A generation lasts longer than a tick of the file system's clock.
+            newest = slots / f"everstep-{generation}" / "0" / "0.part"
+            os.utime(newest, (1e9 + generation, 1e9 + generation))
+            for folder in (newest.parent, newest.parent.parent):
+                os.utime(folder, (1e9, 1e9))
+            assert await node.stop() is None
+            kept.append(sorted(path.name for path in slots.iterdir()))
+        assert kept == [
+            ["everstep-1"],
+            ["everstep-1", "everstep-2"],
+            ["everstep-2", "everstep-3"],
+            ["everstep-3", "everstep-4"],
+        ]
+        assert (slots / "everstep-4" / "0" / "0.part").read_bytes() == b"weights"
+
+
+@needs_root
 async def test_an_agent_that_clears_much_memory_still_hears_its_leader(tmp_path: Path) -> None:
     """A hundred thousand files, or a device that frees pages slowly: without heartbeats the node would be fenced."""
     async with Node(tmp_path, ["true"], pod=True, slow_memory=True) as node:

@@ -126,3 +126,36 @@ def test_what_is_called_after_the_end_is_refused(folder: Path) -> None:
             call()
     ckpt.close()
     assert steps_in(folder) == [1]
+
+
+def test_of_two_sessions_of_one_process_the_later_one_goes_on(folder: Path) -> None:
+    """Before, the earlier one went on without a save, and said so at its end."""
+    first, second = session(folder), session(folder)
+    first.restore(model=Model())
+    first.save(1)
+    first.wait()
+    assert second.restore(model=Model()).step == 1
+    first.save(2)  # whoever has only read claims nothing
+    first.wait()
+    second.restore(model=Model())
+    second.save(3)
+    for call in (first.save, first.step):
+        with pytest.raises(CheckpointError, match="another session of this process has begun to save in"):
+            call(4)
+    second.save(5)
+    first.close()
+    second.close()
+    assert steps_in(folder) == [2, 3, 5]
+
+
+def test_a_session_that_is_closed_or_forgotten_is_in_no_later_ones_way(folder: Path) -> None:
+    for step in (1, 2, 3):
+        ckpt = session(folder)
+        ckpt.restore(model=Model())
+        ckpt.save(step)
+        if step == 1:
+            ckpt.close()
+        else:
+            ckpt.wait()
+    assert steps_in(folder) == [1, 2, 3]
+    ckpt.close()

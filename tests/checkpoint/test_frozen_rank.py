@@ -32,6 +32,7 @@ def stops_before(rank: int, folder: Path, call: str) -> str:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     try:
+        reach("checkpointer")
         with session(folder, timeout=10.0) as ckpt:
             reach("track")
             ckpt.track(model=Model())
@@ -48,12 +49,31 @@ def stops_before(rank: int, folder: Path, call: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("call", ["track", "save", "second save"])
+@pytest.mark.parametrize("call", ["checkpointer", "track", "save", "second save"])
 def test_rank_0_that_is_stopped_is_named_by_the_others(call: str, folder: Path) -> None:
     """Before, they waited for ever where they asked the board for something."""
     _, told = run(2, stops_before, folder, call)
     assert "rank 0" in told
     assert "cannot be reached" in told or "left before" in told
+
+
+def makes_a_session_alone(rank: int, folder: Path) -> str:
+    if rank == 1:
+        until((folder / "told").exists, "the other has told", 60.0)
+        return ""
+    try:
+        session(folder, timeout=3.0)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        (folder / "told").touch()
+    return ""
+
+
+def test_a_rank_that_makes_no_session_is_named_by_the_others(folder: Path) -> None:
+    """Before, the error was torch's, and spoke of keys of its own."""
+    told, _ = run(2, makes_a_session_alone, folder)
+    assert "rank 1 left before everstep.checkpointer(), or did not come to it in time" in told
 
 
 def test_a_call_that_blocks_is_given_up_and_none_is_made_after_it() -> None:

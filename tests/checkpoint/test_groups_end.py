@@ -33,7 +33,7 @@ def save_often(rank: int) -> list[tuple[int, int]]:
     from everstep.checkpoint.adapters.lightning import Generators
     from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
 
-    close_host_group(open_host_group(30.0))  # what torch makes once
+    close_host_group(open_host_group(30.0, "a test"))  # what torch makes once
     generators, trainer, counts = Generators(), SimpleNamespace(world_size=2, global_rank=rank), [held()]
     for _ in range(5):
         generators.on_save_checkpoint(trainer, None, {})

@@ -61,9 +61,12 @@ def test_an_attempt_does_not_go_on_behind_what_it_has_saved_itself(tmp_path: Pat
     assert run(tmp_path, 20, step=10, attempt=(1, 2)) == (10, 20)
 
 
-def test_an_object_called_step_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with session(tmp_path) as ckpt, pytest.raises(TypeError, match="an object that is saved cannot be called step"):
-        ckpt.restore(step=torch.ones(3))
+@pytest.mark.parametrize("name", ["step", "strict", "rename"])
+def test_an_object_that_is_called_as_an_option_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    """A module called strict, or rename, was neither saved nor restored, without a word."""
+    given: dict[str, Any] = {name: nn.Linear(2, 2)}
+    with session(tmp_path) as ckpt, pytest.raises(TypeError, match=f"{name}= is .*, not a Linear: an object that is"):
+        ckpt.restore(**given)
 
 
 def network(*widths: int, seed: int = 0) -> Any:

@@ -113,6 +113,22 @@ def test_a_writable_tmp_of_the_user_is_found_with_a_slash_at_its_end() -> None:
     assert "/tmp" not in mounts(resolved(job().pod(**over)))
 
 
+def test_slots_of_checkpoints_have_a_memory_of_their_own_that_restarts_in_place_leave_alone() -> None:
+    frozen = resolved(job().resources(requests={"memory": "4Gi"}))
+    variables = {each["name"]: each.get("value") for each in trainer(frozen)["env"]}
+    folder = variables["EVERSTEP_CHECKPOINT_MEMORY"]
+    assert folder is not None
+    assert not folder.startswith("/dev/shm")
+    (volume,) = [v for v in frozen.pod["spec"]["volumes"] if v["name"] == mounts(frozen)[folder]]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": str(2 << 30)}
+
+
+def test_a_user_who_names_another_memory_for_slots_gets_it() -> None:
+    frozen = resolved(job().spec(env=[{"name": "EVERSTEP_CHECKPOINT_MEMORY", "value": "/cache"}]))
+    named = [each["value"] for each in trainer(frozen)["env"] if each["name"] == "EVERSTEP_CHECKPOINT_MEMORY"]
+    assert named == ["/cache"]
+
+
 def test_shared_memory_is_half_of_the_memory() -> None:
     frozen = resolved(job().resources(limits={"memory": "8Gi"}))
     (shm,) = [v for v in frozen.pod["spec"]["volumes"] if v["name"] == "everstep-shm"]

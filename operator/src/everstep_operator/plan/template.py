@@ -31,6 +31,9 @@ from everstep_operator.plan.template_field_types import find_misshapen_field
 AGENT_COMMAND = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
 DEFAULT_USER_ID = 1000
 DEFAULT_SHM_BYTES = 1 << 30
+# Where the checkpoint library keeps its slots. Not in /dev/shm, which the agent empties between two generations: ranks
+# that are started again in place restore from here, without the store.
+MEMORY_VARIABLE, CHECKPOINT_MEMORY = "EVERSTEP_CHECKPOINT_MEMORY", "/opt/everstep/memory"
 
 _FIELD_REF = "fieldPath"
 _REFERENCES = {
@@ -251,7 +254,9 @@ def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> 
         mounts += [
             _build_mount(f"everstep-{n}", f"/opt/everstep/{n}", readOnly=True) for n in ("agent", "job", "token")
         ]
-        mounts.append(_build_mount("everstep-run", "/run/everstep"))
+        mounts += [_build_mount("everstep-run", "/run/everstep"), _build_mount("everstep-memory", CHECKPOINT_MEMORY)]
+        if all(item.name != MEMORY_VARIABLE for item in spec.env):
+            env.append({"name": MEMORY_VARIABLE, "value": CHECKPOINT_MEMORY})
     resources = spec.resources.manifest()
     if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
         container["resources"] = resources
@@ -290,12 +295,13 @@ def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSett
         {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
         {"name": TOKEN_VOLUME, "secret": {"secretName": token, "defaultMode": 0o440}},
         {"name": "everstep-run", "emptyDir": {}},
+        {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
     ]
 
 
 def _shm_size(job: TrainingJob) -> str:
-    """Return half of the pod's memory: it counts against the same limit, and data loaders must not push the ranks
-    out."""
+    """Return half of the pod's memory: what is in a memory volume counts against the same limit, and must not push the
+    ranks out."""
     resources = job.spec.resources
     memory = resources.limits.get("memory") or resources.requests.get("memory")
     return str(int(parse_quantity(memory)) // 2 if memory else DEFAULT_SHM_BYTES)

@@ -103,6 +103,7 @@ class AgentPaths:
     ml: Path
     termination_log: Path
     owns_pod: bool
+    slots: Path | None = None
 
     @classmethod
     def for_pod(cls, agent: Path) -> AgentPaths:
@@ -115,6 +116,7 @@ class AgentPaths:
             ml=Path("/opt/ml"),
             termination_log=Path("/dev/termination-log"),
             owns_pod=os.getpid() == 1,
+            slots=Path("/opt/everstep/memory"),  # the pod's own too, and no generation's
         )
 
     @classmethod

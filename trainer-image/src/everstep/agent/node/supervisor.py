@@ -260,7 +260,8 @@ class Supervisor:
             shm, owns_ipc = self._place.shm if self._config.owns_shared_memory else None, self._config.owns_ipc
             self._clearing = self._tasks.start(
                 in_thread_when_possible(
-                    lambda: shared_memory.clear_shared_memory(shm, owns_ipc=owns_ipc), "clear-memory"
+                    lambda: shared_memory.clear_shared_memory(shm, owns_ipc=owns_ipc, slots=self._place.slots),
+                    "clear-memory",
                 )
             )
         done, _ = await asyncio.wait([self._clearing], timeout=max(0.0, deadline - time.monotonic()))

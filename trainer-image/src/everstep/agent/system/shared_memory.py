@@ -1,4 +1,6 @@
-"""Memory that outlives its processes: /dev/shm, System V IPC, message queues. Between generations nothing survives."""
+"""Memory that outlives its processes: /dev/shm, System V IPC, message queues. Between generations nothing survives but
+the copies of checkpoints from which the next one restores.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,20 @@ from pathlib import Path
 from typing import Any, Callable
 
 _IPC_RMID = 0
+# Of the stores that ranks saved to, one folder of slots each. A script that names another store at each start must not
+# fill the pod's memory with what it will never ask for again.
+KEPT_STORES = 2
 _ESCAPE = re.compile(rb"\\([0-7]{3})")  # how the kernel writes blanks and backslashes in names of mounts
 
 
-def clear_shared_memory(shm: Path | None, *, owns_ipc: bool) -> str | None:
+def clear_shared_memory(shm: Path | None, *, owns_ipc: bool, slots: Path | None = None) -> str | None:
     """Empty what a pod alone sees, and leave alone what other pods of its machine see too.
 
     Args:
         shm: The folder of shared memory; None where others see it.
         owns_ipc: Whether the pod has an IPC namespace of its own.
+        slots: The folder of the slots of checkpoints, of which only those of the newest stores stay; None: nothing has
+            any.
 
     Returns:
         What could not be removed, or None.
@@ -27,10 +34,32 @@ def clear_shared_memory(shm: Path | None, *, owns_ipc: bool) -> str | None:
     left = []
     if shm is not None:
         left += _empty_folder(shm)
+    if slots is not None:
+        left += _remove_old_slots(slots)
     if owns_ipc:
         left += _empty_folder(Path("/dev/mqueue"))
         _remove_system_v_ipc()
     return f"not removed: {', '.join(left[:8])}" if left else None
+
+
+def _remove_old_slots(slots: Path) -> list[str]:
+    left = []
+    with contextlib.suppress(OSError):  # not there: the user has another memory for them
+        for folder in sorted(slots.iterdir(), key=_find_last_change, reverse=True)[KEPT_STORES:]:
+            try:
+                shutil.rmtree(folder) if folder.is_dir() and not folder.is_symlink() else folder.unlink()
+            except OSError as error:
+                left.append(f"{folder} ({error.strerror})")
+    return left
+
+
+def _find_last_change(folder: Path) -> float:
+    """Return when something in a folder of slots was last written, in seconds since 1970."""
+    newest = 0.0
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            newest = max(newest, path.lstat().st_mtime)
+    return newest
 
 
 def _empty_folder(folder: Path) -> list[str]:

@@ -133,7 +133,7 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning calls this on every rank; rank 0 writes what it finds."""
         if self._group is None:
-            self._group = open_host_group(_COLLECTIVE_SECONDS)
+            self._group = open_host_group(_COLLECTIVE_SECONDS, "on_save_checkpoint()")
         # As text: Lightning loads with weights_only, which lets no array of NumPy pass.
         checkpoint[_GENERATORS] = gather_objects(json.dumps(pack_value(Rng().state_dict())), self._group)
 

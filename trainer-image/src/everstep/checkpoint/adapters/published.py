@@ -300,7 +300,7 @@ class Published:
     def _all(self) -> dist.ProcessGroup | None:
         """Return the group of all ranks, on the CPU; None for one process. Collective."""
         if self._group is None:
-            self._group = open_host_group(_COLLECTIVE_SECONDS)
+            self._group = open_host_group(_COLLECTIVE_SECONDS, "a save or restore of a folder")
         return self._group
 
     def _fetch(self, key: Key, into: Path) -> str | None:

@@ -28,6 +28,10 @@ class AttemptTaken(CheckpointError):
     """Raised when another run has claimed the very attempt that was given to this one."""
 
 
+class NotShared(StoreError):
+    """Two nodes of a run have been given stores of one name, each a place of its own."""
+
+
 @dataclass(frozen=True)
 class RunIdentity:
     """The identity of a run that claims an attempt.
@@ -144,6 +148,32 @@ def read_run(store: Store) -> str | None:
         return ""
     except StoreError:
         return None
+
+
+def check_is_shared(store: Store, run: str, here: str, first: str) -> None:
+    """See that this node has the store of the first one, which has given it its name.
+
+    Args:
+        store: That of this node.
+        run: What run_of() said on the first node; empty where that is not known.
+        here: This node, for a person.
+        first: The first node.
+
+    Raises:
+        NotShared: It has another one, or a network's file system does not show yet what the other machine has written.
+        StoreError: It cannot be asked.
+    """
+    try:
+        found = store.read(RUN).decode() if run else run
+    except Missing:
+        found = ""
+    if found != run:
+        why = (
+            f"{here} does not see in it what {first} has written there{'' if found else ', or not yet'}, and a "
+            "checkpoint of both is never whole so: give all nodes one store that they share, such as a mounted volume "
+            "or s3://"
+        )
+        raise NotShared(why, store.url, may_pass=not found)
 
 
 def explain_replaced_store(store: Store, run: str) -> str | None:

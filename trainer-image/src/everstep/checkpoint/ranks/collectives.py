@@ -26,7 +26,7 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     if group is None:
         return [mine]
     found: list[T] = [mine] * dist.get_world_size()
-    with _name_lost_ranks():
+    with name_lost_ranks():
         dist.all_gather_object(found, mine, group=group)
     return found
 
@@ -39,7 +39,7 @@ def broadcast_from_first(mine: T, group: dist.ProcessGroup | None) -> T:
     """
     told = [mine]
     if group is not None:
-        with _name_lost_ranks():
+        with name_lost_ranks():
             dist.broadcast_object_list(told, src=0, group=group)
     return told[0]
 
@@ -56,7 +56,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes] | 
     if group is None:
         return [mine]
     if dist.get_rank() != 0:
-        with _name_lost_ranks():
+        with name_lost_ranks():
             _send_bytes(mine, len(mine), 0, group)
         return None
     found, lost = [mine], []
@@ -85,7 +85,7 @@ def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | N
         assert messages is not None
         return messages[0]
     if messages is None:
-        with _name_lost_ranks():
+        with name_lost_ranks():
             answer, lost = _receive_bytes(0, group)
         if lost:
             raise RankLost(json.loads(answer), "left, or did not come in time")
@@ -119,7 +119,12 @@ def _receive_bytes(rank: int, group: dist.ProcessGroup) -> tuple[bytes, bool]:
 
 
 @contextlib.contextmanager
-def _name_lost_ranks() -> Iterator[None]:
+def name_lost_ranks() -> Iterator[None]:
+    """Tell a broken connection, or a rank that does not come, as what it stands for.
+
+    Raises:
+        RankLost: Without the rank, which torch does not say.
+    """
     try:
         yield
     except RuntimeError as error:

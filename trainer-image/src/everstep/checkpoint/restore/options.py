@@ -29,11 +29,14 @@ class RestoreOptions:
     optional: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if isinstance(self.step, bool) or not isinstance(self.step, int | Key | None):
-            raise TypeError(
-                f"step= is the number of a step or the key of a checkpoint, not a {type(self.step).__name__}: an "
-                "object that is saved cannot be called step, strict, rename or cast"
-            )
+        step, rename = self.step, self.rename
+        is_step = isinstance(step, int | Key | None) and not isinstance(step, bool)
+        _check("step", step, "the number of a step or the key of a checkpoint", is_step)
+        _check("strict", self.is_strict, "True or False", isinstance(self.is_strict, bool))
+        # A module is callable too.
+        is_rename = rename is None or isinstance(rename, Mapping) or callable(rename)
+        is_rename = is_rename and not hasattr(rename, "state_dict")
+        _check("rename", rename, "a mapping of prefixes, or a function from name to name", is_rename)
 
     def describe(self) -> dict[str, str]:
         """Return each option in words, for find_difference(): the same ones where the options do the same.
@@ -90,3 +93,11 @@ def _describe_rename(rename: Rename | None) -> str:
         return words
     digest = hashlib.sha256(json.dumps(ordered).encode()).hexdigest()[:12]
     return f"a mapping of {len(ordered)} prefixes (sha256 {digest})"
+
+
+def _check(name: str, value: object, allowed: str, is_allowed: bool) -> None:
+    if not is_allowed:
+        raise TypeError(
+            f"{name}= is {allowed}, not a {type(value).__name__}: an object that is saved cannot be called step, "
+            "strict, rename or cast"
+        )

@@ -137,6 +137,8 @@ class SaveOutcomes:
         """Hear, on rank 0, what another rank, or its writer, says about a save: it is void, or is tried again."""
         number = note["number"]
         if note["kind"] == "retrying":
+            if number in self.pending and number not in self._retrying:
+                self._events.emit(CheckpointEvent("stalled", self.pending[number], f"is tried again: {note['why']}"))
             self._retrying.add(number)
         elif number in self.pending:
             self.guard(partial(self._drop, self.pending[number], note["why"]))
@@ -237,7 +239,7 @@ class SaveOutcomes:
             if self._leads:
                 self._retrying.add(number)
             else:
-                self.leave_note({"kind": "retrying", "number": number})
+                self.leave_note({"kind": "retrying", "number": number, "why": report["why"]})
         elif report["event"] == "failed" and number is not None:
             if self._leads:
                 self.end(number, {"failed": report["why"]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -79,6 +80,7 @@ class SaveCoordinator:
         self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
         self._requested: tuple[int, float | None] | None = None  # the same until it is met: since which step, deadline
         self._step = -1  # the last one that was made
+        self._is_told_to_end = False  # a save had a deadline: this process may be killed after that
         self._told_not_new: Key | None = None  # the newest save, if steps before it were told of
         self._end = SessionEnd(self.node, self.agreement, self._outcomes)
         self._told = 0.0  # seconds that rank 0 had taken for a decision when that was told last
@@ -125,6 +127,7 @@ class SaveCoordinator:
     def save(self, step: int, deadline: float | None) -> Forecast:
         """See Checkpointer.save."""
         self._explicit += 1
+        self._is_told_to_end |= deadline is not None
         self._tell_not_new(step)
         told = self.agreement.answer(self._explicit, lambda: self._forecast(step, deadline), self._waiting)
         saves = told["saves"] and self._take(step, told["step"], told["replan"])
@@ -135,6 +138,7 @@ class SaveCoordinator:
     def request(self, deadline: float | None) -> None:
         """See Checkpointer.request."""
         until = None if deadline is None else time.monotonic() + deadline
+        self._is_told_to_end |= deadline is not None
         self._requested = (self._step, until)
         self._wish = (until,)
 
@@ -163,6 +167,8 @@ class SaveCoordinator:
                 self._end.leave_in_order(
                     self.wait, self._read_notes, self.saver.world, timeout=self.timeout, limit=self._limit
                 )
+                if not self._is_told_to_end and sys.exc_info()[0] is None:  # of sys.exit(), by a handler perhaps
+                    self._end.wait_until_tidy()
             else:
                 self._end.leave_briefly()
         finally:

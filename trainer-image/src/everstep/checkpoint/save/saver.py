@@ -59,6 +59,11 @@ class WriterConnection:
         """Return the port on which other nodes reach our writer; None without a connection."""
         return None if self._link is None else self._link.port
 
+    @property
+    def is_connected(self) -> bool:
+        """Tell whether the writer was there when it was last spoken with."""
+        return self._link is not None
+
     def settle(self, config: WriterConfig, kept: tuple[int, ...]) -> None:
         """Tell the writer what is known only after all nodes have met; all ranks of the node do."""
         self.config, self.kept = config, kept

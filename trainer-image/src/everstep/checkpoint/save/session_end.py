@@ -18,6 +18,7 @@ _BRIEF = 2.0  # seconds that telling it may take after an error
 _LOOK = 0.25  # seconds between two looks for ranks that are lost
 _SURELY_LOST = 2.0  # seconds without a connection to the writer: a rank that lives may be about to connect again
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds
+_TIDY = 30.0  # seconds that what was saved last may take to be verified, and older ones to be removed
 
 
 def tell_unmet_request(events: Events, deadline: float | None, raises: bool) -> None:
@@ -114,6 +115,23 @@ class SessionEnd:
         with contextlib.suppress(RuntimeError):  # no more threads: the error that ends the session is what counts
             telling.start()
             telling.join(_BRIEF)
+
+    def wait_until_tidy(self) -> None:
+        """Wait, in one rank of each node, until its writer has verified what was saved last.
+
+        A container ends with its ranks, and the writer with it: the last checkpoint of a job would never be verified,
+        and those before it would stay. It is in the store already, so that this wait is short and fails for nothing.
+        Not for who is told to end: the process would be killed, and count as failed.
+        """
+        if self._node.config.ranks[0] != self._agreement.rank:
+            return
+        until, pause = time.monotonic() + _TIDY, _FIRST_PAUSE
+        with contextlib.suppress(CheckpointError):
+            while (left := until - time.monotonic()) > 0 and self._node.is_connected:
+                if not self._node.call("tidying", left):
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _say_goodbye(self, hear: Callable[[], None], world: int, timeout_seconds: float) -> None:
         """Leave in order. Rank 0 waits for the others, which may have more to do before they close than it has."""

@@ -98,6 +98,15 @@ def _check_place(value: Any) -> Any:
     return value
 
 
+def _check_store(value: Any) -> Any:
+    if str(_check_place(value)).startswith("memory://"):
+        raise _Wrong(
+            "a place that other processes reach too, since one beside the ranks stores what they save: a folder (of "
+            "tempfile.mkdtemp() for a trial) or a URL as s3://bucket/run"
+        )
+    return value
+
+
 def _check_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise _Wrong("a name, as text")
@@ -120,7 +129,7 @@ def _check_options(value: Any) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[Any], Any]] = {
-    "store": _check_place,
+    "store": _check_store,
     "every": _or_none(_check_interval),
     "every_steps": _or_none(_check_count),
     "keep_last": _check_count,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -41,6 +40,7 @@ from everstep.checkpoint.session.options import (
     TimeOptions,
 )
 from everstep.checkpoint.session.places import open_places
+from everstep.checkpoint.session.process_sessions import replace_earlier_session
 from everstep.checkpoint.session.source_ranks import check_source_ranks
 from everstep.checkpoint.state.casting import Cast, Casts
 from everstep.checkpoint.state.inference_mode import making_normal_tensors
@@ -49,8 +49,6 @@ from everstep.checkpoint.state.rng import GENERATORS, add_generators
 from everstep.keywords import explain_keywords
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
-
-_log = logging.getLogger("everstep.checkpoint")
 
 
 class Checkpointer:
@@ -102,7 +100,7 @@ class Checkpointer:
         self._trigger = Trigger.parse(asked.every, asked.every_steps, asked.times.time_between_failures)
         self._events, self._metrics = Events(), Metrics()
         self._how = How(asked.storage.checksum, asked.storage.allow_pickle)
-        self._group = open_host_group(asked.times.timeout)
+        self._group = open_host_group(asked.times.timeout, "everstep.checkpointer()")
         self._topology = topology.find_topology(self._group)
         self.store, self._directory = open_places(asked, self._topology, self._group)
 
@@ -113,7 +111,7 @@ class Checkpointer:
         self._pilot: SaveCoordinator | None = None
         self._node: WriterConnection | None = None
         self._process = os.getpid()
-        self._is_closed = False
+        self.ended = ""  # why nothing may be called any more
         self._objects: dict[str, object] | None = None
         self._seen: claiming.LastSeen | None = None
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
@@ -305,7 +303,7 @@ class Checkpointer:
         """
         if os.getpid() != self._process:
             return
-        self._is_closed = True
+        self.ended = "is called after close(): make another session, and restore() in it to go on"
         try:
             if self._pilot is not None:
                 self._pilot.close(wait)
@@ -344,8 +342,8 @@ class Checkpointer:
             CheckpointError: It may not.
         """
         check_process(self._process, call)
-        if self._is_closed:
-            raise CheckpointError(f"{call} is called after close(): make another session, and restore() in it to go on")
+        if self.ended:
+            raise CheckpointError(f"{call} {self.ended}")
 
     def _set_objects(self, objects: dict[str, object], step: int | None = None) -> None:
         """These are saved from here on. `step`: that training goes on from, where it was just restored."""
@@ -415,6 +413,7 @@ class Checkpointer:
             settings={**self._asked.describe_for_writer(), "fence": str(fence.FENCE) if fenced else None},
         )
         self.attempt = Attempt.parse(node.config.attempt)
+        replace_earlier_session(self._directory, self, self.store.url)
         return node
 
     def _learn_failures(self) -> None:

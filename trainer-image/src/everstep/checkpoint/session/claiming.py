@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -94,8 +95,8 @@ def claim_node(
         learn()
         return claim_attempt(store, given, identity, None if seen is None else seen.restored)
 
-    machines = dict.fromkeys(gather_objects(attempts.identify_machine(), group))
-    identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(machines))
+    machines, hosts = zip(*gather_objects((attempts.identify_machine(), socket.gethostname()), group), strict=True)
+    identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(dict.fromkeys(machines)))
     claimed = run_on_all_ranks(claim_on_first, group)
     (token, run), secret = broadcast_from_first((claimed, secrets.token_hex(32)), group)
     config = WriterConfig(
@@ -107,6 +108,7 @@ def claim_node(
         ranks=topology.ranks,
         secret=secret if keeps_copies else "",
         run=run,
+        first_host=hosts[0],
         **settings,
     )
     # First what may keep a writer from starting, which one rank of its node alone hears: the others would wait for it.

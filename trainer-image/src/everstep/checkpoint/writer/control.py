@@ -26,7 +26,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.keys import Attempt
 from everstep.checkpoint.slots import slot_files
 
-PROTOCOL = 4
+PROTOCOL = 5
 SOCKET = "control"
 LOG = "writer.log"
 MAX_LINE = 1 << 20
@@ -67,6 +67,7 @@ class WriterConfig:
     keeper: tuple[str, int] | None = None  # host and port of the writer that keeps copies of our slots
     run: str = ""  # what the store is called (publish/attempts.py); empty when it could not be asked
     insist: bool = False  # the run does not begin without room for the copies of another node
+    first_host: str = ""  # the machine of node 0, for messages
 
     def __post_init__(self) -> None:
         Attempt.parse(self.attempt)

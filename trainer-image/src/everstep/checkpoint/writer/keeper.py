@@ -4,6 +4,7 @@ remove what is not to be kept."""
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,7 @@ class Keeper:
         self._slots = slots
         self._on_whole = on_whole
         self._stores: dict[str, Store] = {}
+        self._shared: set[tuple[str, str]] = set()  # stores in which this node has seen what node 0 has written
         self._verified: dict[str, VerifiedCheckpoints] = {}
         self._keeps_best: dict[tuple[str, int, str, str], KeepBest] = {}
         self._mappings = Mappings()
@@ -80,6 +82,11 @@ class Keeper:
         self._tidying = asyncio.Lock()
         self._to_tidy: Save | None = None
         self._pruning: asyncio.Future[None] | None = None
+
+    @property
+    def is_tidying(self) -> bool:
+        """Tell whether something that is in the store is being read back, or older checkpoints removed."""
+        return self._tidying.locked()
 
     def forget(self, slot: Slot) -> None:
         """Let go of the parts of a slot that is removed."""
@@ -149,12 +156,27 @@ class Keeper:
         manifest = slot.manifest() or sum_slot(self._slots, slot, self._mappings, self._pieces, save.progress)
         self._on_whole(slot, save.claim, manifest)
         save.doing = "writing to the store"
-        if (why := attempts.explain_replaced_store(self._at(config), config.run)) is not None:
-            raise commit.Fenced(why)
+        self._check_store(config)
         store = store_again if save.left_behind else store_slot
         store(self._at(config), slot, save.claim.node, manifest, self._mappings, self._pieces, save.progress)
         slot.store(save.claim.key)
         return manifest
+
+    def _check_store(self, config: WriterConfig) -> None:
+        """See that the store is the run's, before anything is written into it.
+
+        Raises:
+            NotShared: It is another one than that of node 0, and has been from the beginning.
+            Fenced: It was deleted, and is another's.
+            StoreError: It is not there now.
+        """
+        place = (config.url, config.run)
+        if config.node != 0 and place not in self._shared:
+            here = f"node {config.node} ({socket.gethostname()})"
+            attempts.check_is_shared(self._at(config), config.run, here, f"node 0 ({config.first_host})")
+        self._shared.add(place)
+        if (why := attempts.explain_replaced_store(self._at(config), config.run)) is not None:
+            raise commit.Fenced(why)
 
     def _is_over(self, key: Key, config: WriterConfig) -> bool:
         """Tell whether it was committed; or so was a greater one of its attempt, and retention may have removed it."""

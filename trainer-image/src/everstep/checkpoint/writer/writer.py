@@ -159,6 +159,8 @@ class Writer:
                 )
             case "lost":
                 return sorted(self._membership.known - {each.local for each in self._ranks.values()})
+            case "tidying":
+                return self._keeper.is_tidying
             case "bye":
                 self._membership.gone.add(local)
                 return None
