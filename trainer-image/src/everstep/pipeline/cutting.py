@@ -58,7 +58,7 @@ def trace_requested_model(terms: PipelineTerms) -> Traced | Tree:
     Raises:
         PipelineError: On all processes: the model cannot be cut.
     """
-    return terms.control.all(lambda: _look_into_model(terms))
+    return terms.control.run_on_all_ranks(lambda: _look_into_model(terms))
 
 
 def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
@@ -77,7 +77,7 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
     _refuse_writes(terms, found, terms.request.microbatches or 1)  # before anything is measured, if that is known
     plan = _make_plan(terms, found)
     _refuse_writes(terms, found, plan.microbatches)
-    plan, stages, schedule = terms.control.all(lambda: _cut_model(found, plan))
+    plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
     return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages))
 
 
@@ -94,7 +94,7 @@ def _refuse_writes(terms: PipelineTerms, found: Traced | Tree, microbatches: int
     number = microbatches * terms.position.grid.replicas
     if terms.request.plan.check and number > 1 and isinstance(found, Traced):
         record = found.record
-        terms.control.all(lambda: refuse_writes(record, number))
+        terms.control.run_on_all_ranks(lambda: refuse_writes(record, number))
 
 
 def _make_plan(terms: PipelineTerms, found: Traced | Tree) -> Plan:
@@ -125,7 +125,7 @@ def _cut_model(found: Traced | Tree, plan: Plan) -> tuple[Plan, Sequence[StageMo
 def _check_cut(terms: PipelineTerms, found: Traced | Tree, plan: Plan, stages: Sequence[StageModule]) -> Loss:
     """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
     with."""
-    request, first = terms.request, terms.control.first
+    request, first = terms.request, terms.control.run_on_first_rank
     loss, weight, whole = request.loss, request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
         return loss

@@ -126,7 +126,7 @@ def make_plan(
     objective; who asked for none, or for this very file, takes it whatever it was made for. PipelineError on all ranks.
     """
     mark = fingerprint_parameters((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
-    first = place.control.first
+    first = place.control.run_on_first_rank
     if first(lambda: "there" if path is not None and path.exists() else ""):
         return Plan.from_json(first(lambda: _reuse_or_solve(path, wish, mark, found, stage_of, aim).to_json()))
     nodes: Mapping[str, RunnableStage] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
@@ -175,7 +175,9 @@ def _make_profile(
 ) -> Profile:
     if costs == "counted":
         with casting_to(autocast, "cpu"):
-            return Profile.from_json(place.control.first(lambda: count_costs(graph, nodes, batch).to_json()))
+            return Profile.from_json(
+                place.control.run_on_first_rank(lambda: count_costs(graph, nodes, batch).to_json())
+            )
     with casting_to(autocast, place.device.type):
         own = measure_graph(
             graph,
@@ -191,7 +193,7 @@ def _make_profile(
     largest = max((node.output for node in own.graph.nodes), default=0)
     size = min(max(largest, _MESSAGE[0]), _MESSAGE[1])
     group, device = (None, place.device) if place.nccl else (place.control.group, "cpu")
-    with place.control.explained():
+    with place.control.naming_errors():
         links = measure_links(group, device=device, large=size)
         return of_one_pipeline(combine_on_all_ranks(own, links, place.control.group), place.grid)
 
