@@ -19,8 +19,8 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import everstep  # noqa: E402
+from everstep.coordination.errors import RankLost  # noqa: E402
 from everstep.pipeline import EngineOptions, LayoutOptions, pipeline, stage  # noqa: E402
-from everstep.pipeline.engine.heartbeat import PipelineRankLost  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.materialise import Seeded, materialise_stages  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
@@ -119,7 +119,7 @@ def _piped(rank: int, folder: str, stages: int, dies_at: int) -> tuple[int, list
                 optimizer.step()
                 scheduler.step()
                 checkpoints.step(step + 1)
-    except (PipelineRankLost, TransportError):
+    except (RankLost, TransportError):
         assert len(losses) == dies_at
     return start, losses
 

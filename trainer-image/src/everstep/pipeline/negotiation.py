@@ -104,12 +104,12 @@ def negotiate(control: Control, request: PipelineRequest) -> PipelineTerms:
     Raises:
         PipelineError: On all processes: they ask for different things, or for what cannot be.
     """
-    request = control.all(lambda: _fill_in_job(request))
+    request = control.run_on_all_ranks(lambda: _fill_in_job(request))
     require_agreement(control, request.model, request.describe())
-    terms = control.all(lambda: _find_terms(control, request))
+    terms = control.run_on_all_ranks(lambda: _find_terms(control, request))
     terms = replace(terms, position=replace(terms.position, nccl=by_nccl(terms.position)))
     if request.plan.source == "file":
-        control.first(lambda: require_file(terms.plan_file))
+        control.run_on_first_rank(lambda: require_file(terms.plan_file))
     return terms
 
 

@@ -21,7 +21,7 @@ from everstep.pipeline.frontend.placement import complete_placement
 from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.stages import StageModule as Part
-from everstep.pipeline.frontend.trace import Traced, trace_model
+from everstep.pipeline.frontend.trace import Traced, attributes_kept, trace_model
 from everstep.pipeline.frontend.tree import Tree, build_tree
 from everstep.pipeline.graph import Device, Graph, Link, Profile, find_worst_link, stage_graph
 from everstep.pipeline.options import Costs
@@ -126,7 +126,7 @@ def make_plan(
     objective; who asked for none, or for this very file, takes it whatever it was made for. PipelineError on all ranks.
     """
     mark = fingerprint_parameters((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
-    first = place.control.first
+    first = place.control.run_on_first_rank
     if first(lambda: "there" if path is not None and path.exists() else ""):
         return Plan.from_json(first(lambda: _reuse_or_solve(path, wish, mark, found, stage_of, aim).to_json()))
     nodes: Mapping[str, RunnableStage] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
@@ -139,7 +139,9 @@ def make_plan(
             for name, node in nodes.items()
         }
     groups = group_alike_nodes(found) if isinstance(found, Traced) else ()
-    profile = _make_profile(found.graph, nodes, groups, batch, place, request.costs, request.autocast)
+    # What modules keep of such a forward is without data where costs are counted, as a table made for a length.
+    with attributes_kept(model):
+        profile = _make_profile(found.graph, nodes, groups, batch, place, request.costs, request.autocast)
 
     def solved() -> str:
         made = _solve_and_mark(found, profile, wish, mark, stage_of)
@@ -175,7 +177,9 @@ def _make_profile(
 ) -> Profile:
     if costs == "counted":
         with casting_to(autocast, "cpu"):
-            return Profile.from_json(place.control.first(lambda: count_costs(graph, nodes, batch).to_json()))
+            return Profile.from_json(
+                place.control.run_on_first_rank(lambda: count_costs(graph, nodes, batch).to_json())
+            )
     with casting_to(autocast, place.device.type):
         own = measure_graph(
             graph,
@@ -191,7 +195,7 @@ def _make_profile(
     largest = max((node.output for node in own.graph.nodes), default=0)
     size = min(max(largest, _MESSAGE[0]), _MESSAGE[1])
     group, device = (None, place.device) if place.nccl else (place.control.group, "cpu")
-    with place.control.explained():
+    with place.control.naming_errors():
         links = measure_links(group, device=device, large=size)
         return of_one_pipeline(combine_on_all_ranks(own, links, place.control.group), place.grid)
 

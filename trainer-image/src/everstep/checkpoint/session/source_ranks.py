@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch.distributed as dist
-
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.ranks.collectives import gather_objects
 from everstep.checkpoint.state.kinds import FromRank
+from everstep.coordination.group import RankGroup
 
 
-def check_source_ranks(objects: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+def check_source_ranks(objects: Mapping[str, object], group: RankGroup) -> None:
     """Check that each FromRank names a rank that has the object. Collective.
 
     Nobody would save the plain values of an object whose rank is not there, and no comparison of ranks would see it.
 
     Args:
         objects: What this rank gave.
-        group: That of all ranks; None for one process.
+        group: All ranks.
 
     Raises:
         CheckpointError: On all ranks, where an object of any of them comes from a rank that does not have it.
     """
     sources = {name: each.rank for name, each in objects.items() if isinstance(each, FromRank)}
-    for rank, named in enumerate(given := gather_objects(sources, group)):
+    for rank, named in enumerate(given := group.gather(sources)):
         for name, source in named.items():
             shown = f"{name}: FromRank(…, rank={source}) of rank {rank}"
             if source >= len(given):
