@@ -148,7 +148,7 @@ class Engine:
     def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> StepResult:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
         if self._batches:
-            raise PipelineError("the batches of a step are being added up: end it before an evaluation")
+            raise PipelineError("a step still accumulates batches: end it before an evaluation")
         self._total = Total()
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
@@ -289,7 +289,7 @@ class Engine:
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Any:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
         if self._batches:
-            raise PipelineError("the batches of a step are being added up: end it before its gradients are clipped")
+            raise PipelineError("a step still accumulates batches: end it before its gradients are clipped")
         place = self.transport.replica * self.transport.size + self.rank
         counted = self.parameters.counted_here
 
