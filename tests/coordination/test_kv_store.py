@@ -97,10 +97,13 @@ def send_many(rank: int) -> int:
         assert series.read(number, 20.0) == {"number": number}
         series.mark_read(number)
     dist.barrier()
+    if rank == 0:  # it may have been far ahead until now; messages go at its next call
+        series.mark_read(207)
+    dist.barrier()
     kept: int = series._store._store.num_keys()  # type: ignore[attr-defined]
     dist.barrier()
     return kept
 
 
 def test_messages_of_a_series_go_once_all_have_read_them() -> None:
-    assert max(run(2, send_many)) < 100
+    assert max(run(2, send_many)) < 60

@@ -205,3 +205,50 @@ def _train_at_once(rank: int) -> float:
 def test_a_batch_that_is_not_cut_trains_any_loss() -> None:
     expected = float(info_nce(Twins(compares=False)(**twins()), None))
     assert ranks.run(2, _train_at_once) == [pytest.approx(expected)] * 2
+
+
+class OwnLoss(Words):
+    """Computes its loss itself, as models of transformers do."""
+
+    def forward(self, tokens: Any, targets: Any) -> Any:  # type: ignore[override]  # as those models do
+        found = super().forward(tokens)
+        return {"loss": mean_of_words(found, targets), "logits": found}
+
+
+def test_words_that_count_differently_show_before_training_when_all_their_losses_are_alike() -> None:
+    """Losses differ by less than a thousandth, gradients by a tenth and more."""
+    tokens, targets = sentences()
+    for model, inputs, loss in (
+        (Words(), {"tokens": tokens}, mean_of_words),
+        (OwnLoss(), {"tokens": tokens, "targets": targets}, lambda output, targets: output["loss"]),
+    ):
+        with torch.no_grad():
+            for each in (model.out.weight, model.out.bias):
+                each.mul_(1e-3)
+        with pytest.raises(PipelineError, match=r"gradients differ by .*loss_weight"):
+            look(model, inputs, targets, loss)
+        look(model, inputs, targets, loss, words_counted)
+    output = Words()(tokens).detach() * 1e-3
+    with pytest.raises(PipelineError, match=r"gradients differ by .*loss_weight"):
+        FirstLook(mean_of_words, None)(output, targets)
+    FirstLook(mean_of_words, words_counted)(output, targets)
+
+
+class Counted(nn.Module):  # type: ignore[misc]
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.by = nn.Linear(6, 6), nn.Linear(6, 6), by
+
+    def forward(self, x: Any) -> Any:
+        x = self.one(x).tanh()
+        return self.two(x * (1 + 0.01 * x.shape[0]) if self.by == "number" else x - 0.2 * x.mean(0))
+
+
+@pytest.mark.parametrize("by", ["number", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_in_which_samples_meet_a_little_is_refused(by: str, dtype: Any) -> None:
+    random = torch.Generator().manual_seed(3)
+    inputs, targets = (torch.randn(8, 6, generator=random, dtype=dtype) for _ in range(2))
+    with pytest.raises(PipelineError, match="they meet in the model"):
+        look(Counted(by).to(dtype), {"x": inputs}, targets, nn.functional.mse_loss)

@@ -140,3 +140,10 @@ def test_what_only_looks_alike_is_not_refused() -> None:
 def test_a_lazy_module_is_refused_with_what_to_do() -> None:
     with pytest.raises(PipelineError, match=r"parameter '0\.weight' has no shape yet.*call the model once"):
         refuse_unsupported(nn.Sequential(nn.LazyLinear(4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_module_within_a_model_is_refused_with_its_name() -> None:
+    for make in (torch.jit.script, lambda module: torch.jit.trace(module, X)):
+        with pytest.raises(PipelineError, match=r"module '1' is a ScriptModule .*give the module that it was made of"):
+            refuse_unsupported(chain(make(nn.Linear(4, 4))))

@@ -14,6 +14,7 @@ from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.module import Pipeline
 from everstep.pipeline.negotiation import PipelineTerms
+from everstep.pipeline.recut import Recut
 from everstep.pipeline.transport.gloo import ProcessGroups
 
 
@@ -34,11 +35,14 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     found, position, model = cut.found, terms.position, terms.request.model
     transport = ProcessGroups(position.grid, position.device, nccl=position.nccl, control=terms.control)
     own = {index: cut.stages[index] for index in cut.schedule.stages_of(transport.rank)}
+    recut = Recut(model)
     terms.control.run_on_all_ranks(lambda: _fill_stages(terms, own))
+    recut.carry_weights(own, terms.control)
     if isinstance(found, Traced):
         terms.arguments.traced_with(terms.example)
         found.record.constants[:] = [each.to(position.device) for each in found.record.constants]
     engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, terms.request.engine)
+    recut.remember(own, engine)
     if heart is not None:
         engine.watch = heart
         heart.follow(lambda: engine.progress, lambda: engine.passes)

@@ -29,10 +29,15 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, tor
 _TARGETS = "targets:"  # beside the arguments, of which none has such a name
 _IN_LOSS = "the loss takes them together, or counts something else than samples"
 _SAMPLES = 8  # of the example: the fewer there are, the more it shows that each meets fewer others
-# Relative. A balance of experts is taken over a batch, too, and is a small part of a loss.
-_OF_LOSSES, _OF_MODELS = 1e-3, 0.1
+# Relative, of losses and of gradients. A balance of experts is taken over a batch, too, and is a small part of a loss:
+# what a model returns beside what it makes of each sample may differ by that.
+_OF_SAMPLES, _OF_NUMBERS = 1e-3, 0.1
+# The losses of all words are alike before training, so that only gradients show which words count how much.
+_OF_GRADIENTS = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
+_OF_NARROW = 0.2
 
-Ran = tuple[Any, LossPart]  # an output, and its loss
+Gradients = list[torch.Tensor | None]
+Ran = tuple[Any, LossPart, Gradients]  # an output, its loss, and what follows from that
 
 
 def compare_stages(
@@ -112,15 +117,18 @@ def check_samples(
         for name, each in {**inputs, _TARGETS: targets}.items()
     }
 
-    def run(given: Mapping[str, Any], number: int) -> tuple[Any, LossPart]:
+    learning = [each for each in model.parameters() if each.requires_grad]
+
+    def run(given: Mapping[str, Any], number: int) -> Ran:
         here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
         own = here.pop(_TARGETS)
         output = Arguments(model).call(model, here)
-        return output, compute_loss(loss, output, own, number, weight)
+        part = compute_loss(loss, output, own, number, weight)
+        return map_tensors(output, torch.Tensor.detach), part, _differentiate(part, learning)
 
     try:
-        with _evaluation_mode(model), as_before(model), attributes_kept(model), torch.no_grad():
-            apart = _find_difference(run, some, count, whole)
+        with _evaluation_mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
+            apart = _find_difference(run, some, count, whole, _add)
     except PipelineError:
         raise
     except Exception as error:
@@ -170,12 +178,14 @@ class FirstLook:
         def run(given: Mapping[str, Any], number: int) -> Ran:
             here = {key: map_tensors(each, lambda tensor: tensor.detach().clone()) for key, each in given.items()}
             # The output is what it is: only the loss is looked at.
-            return here["output"], compute_loss(self._loss, here["output"], here[_TARGETS], number, self._weight)
+            leaves = [each.requires_grad_() for each in tensors_of(here["output"]) if each.is_floating_point()]
+            part = compute_loss(self._loss, here["output"], here[_TARGETS], number, self._weight)
+            return here["output"], part, _differentiate(part, leaves)
 
         devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
         try:
-            with torch.random.fork_rng(sorted(devices)), torch.no_grad():
-                apart = _find_difference(run, some, count, frozenset())
+            with torch.random.fork_rng(sorted(devices)):
+                apart = _find_difference(run, some, count, frozenset(), _join)
         except PipelineError:
             raise
         except Exception as error:
@@ -187,18 +197,21 @@ class FirstLook:
 
 @dataclass(frozen=True)
 class _Difference:
-    """The losses of some samples, `at_once` and in `parts`. `alike`: the model makes the same of each sample."""
+    """The losses of some samples, `at_once` and in `parts`. `gradients`: how far those are apart, relative to their
+    norm; `alike`: the model makes the same of each sample."""
 
     samples: int
     parts: int
     at_once: float
     together: float
+    gradients: float
     alike: bool
 
     def error(self, where: str) -> PipelineError:
         return PipelineError(
             f"the loss of {self.samples} samples is {self.at_once:.4g} at once and {self.together:.4g} in {self.parts} "
-            f"parts, so micro-batches and replicas would train something else than the batch: {where}. For a mean over "
+            f"parts, and gradients differ by {self.gradients:.1%}, so micro-batches and replicas would train something "
+            f"else than the batch: {where}. For a mean over "
             "tokens or weights, give (sum, count) or EngineOptions.loss_weight; where each sample is compared "
             "with all others of a batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one sample be all "
             "that are compared; PlanOptions(check=False) trains it as it is"
@@ -206,14 +219,19 @@ class _Difference:
 
 
 def _find_difference(
-    run: Callable[[Mapping[str, Any], int], Ran], some: Mapping[str, Any], count: int, whole: frozenset[str]
+    run: Callable[[Mapping[str, Any], int], Ran],
+    some: Mapping[str, Any],
+    count: int,
+    whole: frozenset[str],
+    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> _Difference | None:
-    """Find how the loss of halves, or of single samples, differs from that of all samples at once.
+    """Find how the loss and the gradients of halves, or of single samples, differ from those of all samples at once.
 
-    None if random numbers are drawn, which make it differ anyway.
+    `combine` makes the gradient of all from those of parts. None if random numbers are drawn, which make it differ
+    anyway.
     """
     torch.manual_seed(0)
-    output, at_once = run(some, count)
+    output, at_once, slope = run(some, count)
     torch.manual_seed(1)
     if float(run(some, count)[1].sum) != float(at_once.sum):
         return None
@@ -225,11 +243,58 @@ def _find_difference(
                 split_batch(dict(some), count, parts, whole), compute_bounds(count, parts), strict=True
             )
         ]
-        alike = _are_rows(output, [each for each, _ in made], count)
-        one, other, difference = _compute_mean_losses(at_once, [part for _, part in made])
-        if difference > (max(_OF_LOSSES, rounding) if alike else _OF_MODELS):
-            return _Difference(count, parts, one, other, alike)
+        has_numbers, alike = _compare_rows(output, [each for each, _, _ in made], count)
+        one, other, difference = _compute_mean_losses(at_once, [part for _, part, _ in made])
+        slopes, allowed = _compare_gradients(at_once, slope, made, combine)
+        least = _OF_NUMBERS if has_numbers and alike else 0.0
+        if difference > max(least, _OF_SAMPLES, rounding) or slopes > max(least, allowed):
+            return _Difference(count, parts, one, other, slopes, alike and not has_numbers)
     return None
+
+
+def _differentiate(part: LossPart, sources: Sequence[torch.Tensor]) -> Gradients:
+    """The gradients of a loss; none where it has none, or where they cannot be taken in evaluation, as by cuDNN."""
+    if not part.sum.requires_grad or not sources:
+        return []
+    try:
+        return list(torch.autograd.grad(part.sum, sources, allow_unused=True))
+    except RuntimeError as error:
+        _log.info("gradients of samples were not compared: %s", error)
+        return []
+
+
+def _compare_gradients(
+    at_once: LossPart,
+    slope: Gradients,
+    made: Sequence[Ran],
+    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+) -> tuple[float, float]:
+    """Return the distance of the gradients of the mean loss, relative to their norm, and that which rounding explains."""
+    total = sum(float(part.count) for _, part, _ in made)
+    if not total or not float(at_once.count) or any(len(each) != len(slope) for _, _, each in made):
+        return 0.0, 0.0
+    apart, norm, allowed = 0.0, 0.0, 0.0
+    for one, *parts in zip(slope, *(each for _, _, each in made), strict=True):
+        given = [
+            each for each in parts if each is not None
+        ]  # none of what a part does not use: an expert without words
+        if one is None or not given:
+            continue
+        wanted, found = one / float(at_once.count), combine(given) / total
+        if wanted.shape != found.shape:
+            continue
+        apart += float((wanted - found).abs().double().square().sum())
+        norm += float(wanted.abs().double().square().sum())
+        allowed = max(allowed, _OF_GRADIENTS.get(one.dtype, _OF_NARROW))
+    return (apart / norm) ** 0.5 if norm else 0.0, allowed
+
+
+def _add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(parts)).sum(0)
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts))
 
 
 def _take_samples(given: Any, samples: int, count: int) -> Any:
@@ -237,17 +302,29 @@ def _take_samples(given: Any, samples: int, count: int) -> Any:
     return map_tensors(given, lambda tensor: tensor[:count] if tensor.dim() and len(tensor) == samples else tensor)
 
 
-def _are_rows(output: Any, halves: Sequence[Any], count: int) -> bool:
-    """Tell whether what the model made of the halves is what it made of the samples at once."""
+def _compare_rows(output: Any, halves: Sequence[Any], count: int) -> tuple[bool, bool]:
+    """Tell whether a model returns something beside what it makes of each sample, and whether that of the halves is
+    what it made of the samples at once."""
     ones, others = tensors_of(output), [tensors_of(half) for half in halves]
     if any(len(each) != len(ones) for each in others):
-        return False
+        return True, False
+    has_numbers, alike = False, True
     for one, *parts in zip(ones, *others, strict=True):
         if not one.dim() or len(one) != count or any(part.shape[1:] != one.shape[1:] for part in parts):
-            return False
-        if not torch.allclose(one.double(), torch.cat(parts).double(), rtol=1e-3, atol=1e-5, equal_nan=True):
-            return False
-    return True
+            has_numbers, alike = True, alike and not one.dim()
+        else:
+            alike = alike and _are_equal(one, torch.cat(parts))
+    return has_numbers, alike
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors differ by rounding only, relative to the largest number."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return bool(torch.equal(one, other))
+    finite = one[one.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    tolerance = 1e-6 if one.dtype in (torch.float64, torch.complex128) else max(5e-3, 8 * torch.finfo(one.dtype).eps)
+    return bool(torch.allclose(one, other, rtol=0.0, atol=tolerance * largest, equal_nan=True))
 
 
 def _compute_mean_losses(at_once: LossPart, made: Sequence[LossPart]) -> tuple[float, float, float]:

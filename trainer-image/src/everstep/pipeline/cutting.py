@@ -15,6 +15,7 @@ from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.writes import refuse_writes
 from everstep.pipeline.half import refuse_half_regions
+from everstep.pipeline.left_behind import WatchedLoss, check_left_behind, check_second_forward
 from everstep.pipeline.negotiation import PipelineTerms
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.prepare import (
@@ -75,10 +76,11 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
         PipelineError: On all processes: nothing fits, or the stages would train something else.
     """
     _refuse_writes(terms, found, terms.request.microbatches or 1)  # before anything is measured, if that is known
+    loss = _watch_loss(terms, found)  # before anything else calls it
     plan = _make_plan(terms, found)
     _refuse_writes(terms, found, plan.microbatches)
     plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
-    return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages))
+    return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages, loss))
 
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
@@ -122,21 +124,40 @@ def _cut_model(found: Traced | Tree, plan: Plan) -> tuple[Plan, Sequence[StageMo
     return fitted, stages, fitted.prove()
 
 
-def _check_cut(terms: PipelineTerms, found: Traced | Tree, plan: Plan, stages: Sequence[StageModule]) -> Loss:
-    """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
-    with."""
-    request, first = terms.request, terms.control.run_on_first_rank
+def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> Loss:
+    """Refuse a loss that reads what a forward leaves behind; return the one that looks at its first call for that."""
+    request = terms.request
     loss, weight, whole = request.loss, request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
         return loss
+    left = found.left if isinstance(found, Traced) else ()
+    if request.targets is not None:
+        terms.control.run_on_first_rank(
+            lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, whole)
+        )
+    return WatchedLoss(loss, request.model, left) if left else loss
+
+
+def _check_cut(
+    terms: PipelineTerms, found: Traced | Tree, plan: Plan, stages: Sequence[StageModule], loss: Loss
+) -> Loss:
+    """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
+    with."""
+    request, first = terms.request, terms.control.run_on_first_rank
+    weight, whole = request.engine.loss_weight, request.engine.whole
+    if not request.plan.check:
+        return loss
+    times = plan.microbatches * terms.position.grid.replicas
+    if times > 1:
+        first(lambda: check_second_forward(request.model, terms.example, whole, times))
     first(
         lambda: compare_stages(
             request.model, found, stages, make_example_microbatch(terms.example, terms.wish, whole), terms.autocast
         )
     )
-    if plan.microbatches * terms.position.grid.replicas == 1:
+    if times == 1:
         return loss
     if request.targets is None:
         return FirstLook(loss, weight)
-    first(lambda: check_samples(request.model, found, terms.example, request.targets, loss, weight, whole))
+    first(lambda: check_samples(request.model, found, terms.example, request.targets, request.loss, weight, whole))
     return loss

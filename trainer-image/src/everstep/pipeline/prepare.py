@@ -21,7 +21,7 @@ from everstep.pipeline.frontend.placement import complete_placement
 from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.stages import StageModule as Part
-from everstep.pipeline.frontend.trace import Traced, trace_model
+from everstep.pipeline.frontend.trace import Traced, attributes_kept, trace_model
 from everstep.pipeline.frontend.tree import Tree, build_tree
 from everstep.pipeline.graph import Device, Graph, Link, Profile, find_worst_link, stage_graph
 from everstep.pipeline.options import Costs
@@ -139,7 +139,9 @@ def make_plan(
             for name, node in nodes.items()
         }
     groups = group_alike_nodes(found) if isinstance(found, Traced) else ()
-    profile = _make_profile(found.graph, nodes, groups, batch, place, request.costs, request.autocast)
+    # What modules keep of such a forward is without data where costs are counted, as a table made for a length.
+    with attributes_kept(model):
+        profile = _make_profile(found.graph, nodes, groups, batch, place, request.costs, request.autocast)
 
     def solved() -> str:
         made = _solve_and_mark(found, profile, wish, mark, stage_of)

@@ -68,6 +68,11 @@ def _why_not(module: nn.Module) -> str | None:
             "the model with BatchNorm1d, BatchNorm2d or BatchNorm3d, whose running statistics a pipeline puts together "
             "over all micro-batches and replicas"
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        return (
+            "a ScriptModule (torch.jit), on which no hooks can be, by which a pipeline gives each micro-batch random "
+            "numbers of its own: give the module that it was made of, which may be compiled with torch.compile"
+        )
     if isinstance(module, FSDPModule):
         return f"sharded by fully_shard (FSDP2), {_OVER}: leave it out; {_SHARDS}"
     if isinstance(module, FullyShardedDataParallel):

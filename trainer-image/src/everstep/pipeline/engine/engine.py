@@ -121,7 +121,7 @@ class Engine:
         self.steps = self.progress = self.passes = 0  # optimizer steps; actions done and passes begun, for who watches
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
         self._batches, self._total = 0, Total()
-        self._training, self._closed = True, False
+        self._training, self._closed = True, ""  # why
         self._inputs: list[Any] = []
         self._targets: list[Any] = []
         self._sizes: list[int] = []
@@ -134,8 +134,7 @@ class Engine:
         step are dropped. PipelineError on all ranks if they do not agree on the step or the batch; after any other
         error the transport is aborted, and the engine of no use.
         """
-        if self._closed:
-            raise PipelineError("the pipeline was closed: its modules are the model's again")
+        self._require_open()
         if not self._batches:
             self.parameters.forget_gradients()
             self._total = Total()
@@ -147,6 +146,7 @@ class Engine:
 
     def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> StepResult:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
+        self._require_open()
         if self._batches:
             raise PipelineError("a step still accumulates batches: end it before an evaluation")
         self._total = Total()
@@ -165,9 +165,15 @@ class Engine:
         self.steps = self._random.step = state["steps"]
         self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
 
-    def close(self) -> None:
-        """Take the engine's hooks off the modules, of which another engine may then be made."""
-        self._closed = True
+    def _require_open(self) -> None:
+        if self._closed:
+            raise PipelineError(f"the pipeline was closed: {self._closed}")
+
+    def close(self, reason: str = "its modules are the model's again") -> None:
+        """Take the engine's hooks off the modules, of which another engine may then be made; steps raise the reason."""
+        if self._closed:
+            return
+        self._closed = reason
         self.parameters.narrow_gradients()
         self._random.close()
         self._statistics.close()
@@ -288,6 +294,7 @@ class Engine:
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Any:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
+        self._require_open()
         if self._batches:
             raise PipelineError("a step still accumulates batches: end it before its gradients are clipped")
         place = self.transport.replica * self.transport.size + self.rank
@@ -301,10 +308,8 @@ class Engine:
 
         with self.aborting(), torch.no_grad():
             agree_on_call(self.transport, (self.steps, 0, CLIP), self._readers)
-            own, device = self.parameters.own, self.transport.device
-            return clip_gradients(
-                own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-            )
+            own, device, strict = self.parameters.own, self.transport.device, error_if_nonfinite
+            return clip_gradients(own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=strict)
 
     def _frozen(self, purpose: str) -> str:
         """Return what replicas must agree on about the parameters that do not learn."""

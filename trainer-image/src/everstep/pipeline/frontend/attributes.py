@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import numbers
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,12 +39,15 @@ class AttributeReads:
 
     `found`: those that it leaves as they are. `changed`: those that it changes, with the values before and after,
     where nothing says that they are about something that the module keeps, as a table with a flag that it is there.
+    `left`: all attributes, plain ones or not, read or not, that hold something else after it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {id(module): (path, module, dict(vars(module))) for path, module in model.named_modules()}
+        self._items = {key: _list_items(vars(module)) for key, (_, module, _) in self._modules.items()}
         self.found: dict[Key, AttributeRead] = {}
         self.changed: dict[Key, tuple[Any, Any]] = {}
+        self.left: set[Key] = set()
 
     def note(self, module: nn.Module, name: str, value: Any, stack: Sequence[Any]) -> None:
         """Note that an attribute was read while these calls were under way, unless it is no plain one, or this forward
@@ -64,8 +68,15 @@ class AttributeReads:
 
     def settle(self) -> None:
         """Tell apart what the forward, which has ended, has changed. Called before its changes are undone."""
-        for path, module, before in self._modules.values():
+        for number, (path, module, before) in self._modules.items():
             now = vars(module)
+            items = _list_items(now)
+            self.left |= {
+                (path, name)
+                for name, value in now.items()
+                if name not in _EVERY_MODULE
+                and (value is not before.get(name, _ABSENT) or items.get(name) != self._items[number].get(name))
+            }
             mine = {name: read.value for (of, name), read in self.found.items() if of == path}
             after = {name: plain_copy(now[name]) for name in mine if name in now}
             keeps = any(value is _NOT_PLAIN for value in after.values()) or any(
@@ -132,6 +143,15 @@ def plain_copy(value: Any) -> Any:
 
 
 _PLAIN = (*_SCALARS, list, tuple, set, frozenset, dict)
+
+
+def _list_items(held: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return which objects are in each container, which may get others without being another one."""
+    return {
+        name: [id(each) for each in (value.values() if isinstance(value, dict) else value)]
+        for name, value in held.items()
+        if isinstance(value, list | dict | set | deque) and name not in _EVERY_MODULE
+    }
 
 
 def _of_class(kind: type, name: str) -> Any:

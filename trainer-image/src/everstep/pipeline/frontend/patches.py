@@ -12,16 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 
-class RecordingListener(Protocol):
+class AttributeListener(Protocol):
     """`busy`: whether what happens now is inside something that is recorded already."""
 
     busy: bool
+
+    def attribute(self, module: nn.Module, name: str, value: Any) -> None: ...
+
+
+class RecordingListener(AttributeListener, Protocol):
+    """It hears of calls too."""
+
     autocasts: list[tuple[str, Any, bool]]
     drawn: bool
 
     def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
     def function(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any: ...
-    def attribute(self, module: nn.Module, name: str, value: Any) -> None: ...
 
 
 @contextlib.contextmanager
@@ -32,7 +38,7 @@ def listen_to_model(listener: RecordingListener) -> Iterator[None]:
     """
     with (
         _patch_module_calls(listener),
-        _patch_attribute_reads(listener),
+        listen_to_attributes(listener),
         _patch_custom_functions(listener),
         _patch_autocast(listener),
         _Draws(listener),
@@ -57,7 +63,8 @@ def _patch_module_calls(listener: RecordingListener) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patch_attribute_reads(listener: RecordingListener) -> Iterator[None]:
+def listen_to_attributes(listener: AttributeListener) -> Iterator[None]:
+    """Report to the listener, while inside, which attributes of modules are read."""
     plain = object.__getattribute__
 
     def read(module: nn.Module, name: str) -> Any:

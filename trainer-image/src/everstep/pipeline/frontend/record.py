@@ -141,3 +141,4 @@ class ForwardRecord:
     lasting: set[int] = field(default_factory=set)  # memory that was there before
     symbols: dict[Any, SizePlace] = field(default_factory=dict)  # where each size of the arguments is
     reads: dict[Key, AttributeRead] = field(default_factory=dict)  # attributes of modules
+    left: set[Key] = field(default_factory=set)  # attributes that hold something else afterwards

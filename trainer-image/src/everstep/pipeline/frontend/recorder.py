@@ -121,7 +121,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             with torch.enable_grad(), listen_to_model(self), self:
                 call(given)
         self.attributes.settle()
-        self.record.reads = self.attributes.found
+        self.record.reads, self.record.left = self.attributes.found, self.attributes.left
         self.record.values = [self._describe(tensor) for tensor in self._made]
         for found in self.record.arguments.values():
             for path, tensor in found.items():

@@ -34,7 +34,8 @@ class Traced:
     `both`: whether it holds for training and evaluation; else only for the mode that the model was in. `samples`: of
     the example; the bytes in `graph` are those of a micro-batch of that size, its times are 0 until somebody measures.
     `attributes`: those of modules that code reads which a cut may open, with their values, which are part of the trace;
-    so are `sizes` of the arguments that its code takes for numbers.
+    so are `sizes` of the arguments that its code takes for numbers. `left`: the attributes that a forward leaves with
+    something else in them.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Traced:
     samples: int
     attributes: Mapping[Key, Any] = field(default_factory=dict)
     sizes: FixedSizes = field(default_factory=FixedSizes)
+    left: Collection[Key] = ()
 
     @cached_property
     def graph(self) -> Graph:
@@ -107,9 +109,10 @@ def trace_model(
                 module.training = flag
 
     record, both = record_as(flags[model]), False
-    reads = [record.reads]
+    reads, left = [record.reads], set(record.left)
     with contextlib.suppress(Untraceable):
         other = record_as(not flags[model])
+        left |= other.left
         # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values apart.
         training, evaluation = (record, other) if flags[model] else (other, record)
         both = modes.merge_records(training, evaluation)
@@ -132,7 +135,7 @@ def trace_model(
             other_sizes = with_other_size(arguments, number, whole)
             if modes.do_the_same(record_as(record.root.training), record_as(record.root.training, other_sizes)):
                 sizes = sizes.without(number)
-    return Traced(model, record, found, leaves, both, samples.pop(), fixed, sizes)
+    return Traced(model, record, found, leaves, both, samples.pop(), fixed, sizes, frozenset(left))
 
 
 def _record_call(

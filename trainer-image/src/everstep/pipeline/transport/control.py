@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from everstep.coordination.group import RankGroup, join_failures
@@ -58,6 +59,13 @@ class Control(RankGroup):
     def name_failures(self, wrong: Sequence[str], mine: Exception | None) -> Exception:
         """Return the error of all ranks where work failed on some: the same on each."""
         return Everywhere(join_failures(wrong))
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return on all ranks what the rank `source` has; the others give a tensor of the same shape."""
+        sent = tensor.detach().to("cpu", copy=True).contiguous()
+        with self.naming_errors():
+            dist.broadcast(sent.view(-1).view(torch.uint8), src=source, group=self.group)
+        return sent
 
     def retire(self) -> None:
         """Retire the groups: nothing is sent here any more.

@@ -1,0 +1,231 @@
+"""Refuse a loss that reads what a forward leaves behind, such as `self.aux_loss`, instead of what it returns.
+
+The loss runs on the last stage. What other stages leave in attributes, lists or the dictionaries of hooks is on other
+processes, and here there is what was there before: a zero, the result of another batch, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.pipeline.engine.losses import Loss, compute_loss
+from everstep.pipeline.engine.microbatch import Parts, batch_size
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.engine.script_draws import ScriptDraws
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.attributes import Key
+from everstep.pipeline.frontend.check import as_before
+from everstep.pipeline.frontend.patches import listen_to_attributes
+from everstep.pipeline.frontend.trace import attributes_kept
+
+_log = logging.getLogger("everstep.pipeline")
+
+_SAMPLES = 8  # of the example
+_WHY = (
+    "the loss runs on the last stage, where what other stages have left is missing, or is that of another batch: let "
+    "forward return it beside its result, as {'logits': …, 'aux': …}, and let the loss take it from there"
+)
+
+
+class WatchedLoss:
+    """A loss of which the first call in training is watched.
+
+    Raises:
+        PipelineError: It reads an attribute that a forward leaves.
+    """
+
+    def __init__(self, loss: Loss, model: nn.Module, left: Collection[Key]) -> None:
+        self._loss, self._model, self._left = loss, model, left
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        if not self._left or not torch.is_grad_enabled():
+            return self._loss(output, targets)
+        left, self._left = self._left, ()
+        with _refusing_reads(self._model, left):
+            return self._loss(output, targets)
+
+
+def check_left_behind(
+    model: nn.Module,
+    left: Collection[Key],
+    inputs: Mapping[str, Any],
+    targets: Any,
+    loss: Loss,
+    weight: Loss | None,
+    whole: Collection[str],
+) -> str:
+    """Compute the loss of an output twice: after the forward that gave it, and after the forward of another batch.
+
+    Args:
+        model: With its weights; nothing is computed where it has none here.
+        left: The attributes that a forward leaves with something else in them, as far as they are known.
+        inputs: The example by the names of arguments.
+        targets: The example's.
+        loss: As given to pipeline().
+        weight: The same.
+        whole: Arguments without samples.
+
+    Returns:
+        Nothing: there is nothing to tell.
+
+    Raises:
+        PipelineError: The loss is another one, or reads one of the attributes.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
+    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), frozenset(whole))
+    if any(each.device.type == "meta" for each in tensors) or not samples:
+        return ""
+    device, count = tensors[0].device, min(samples, _SAMPLES)
+
+    def take(given: Any, number: int, factor: float = 1.0) -> Any:
+        def rows(tensor: torch.Tensor) -> torch.Tensor:
+            own = tensor[:number] if tensor.dim() and len(tensor) == samples else tensor
+            return own.to(device) * factor if factor != 1.0 and own.is_floating_point() else own.to(device, copy=True)
+
+        return map_tensors(given, rows)
+
+    def run(number: int, factor: float = 1.0) -> Any:
+        given = {name: take(each, samples if name in whole else number, factor) for name, each in inputs.items()}
+        return Arguments(model).call(model, given)
+
+    def compute(output: Any) -> float:
+        torch.manual_seed(0)
+        # Copies, as of the output of the last stage: a loss may change in place what it is given.
+        given = map_tensors(output, lambda tensor: tensor.clone())
+        return float(compute_loss(loss, given, take(targets, count), count, weight).sum)
+
+    try:
+        with as_before(model), attributes_kept(model), torch.no_grad():
+            output = run(count)
+            with _refusing_reads(model, left):
+                one = compute(output)
+            again = compute(output)
+            run(max(1, count // 2), 0.9)
+            other = compute(output)
+    except PipelineError:
+        raise
+    except Exception as error:
+        _log.info("whether the loss reads what forward leaves was not looked at: %s: %s", type(error).__name__, error)
+        return ""
+    if one == again != other:  # one that draws otherwise each time, or counts its calls, says nothing
+        raise PipelineError(
+            f"the loss of one output is {one:.6g} after the forward that gave it, and {other:.6g} after the forward of "
+            "another batch: it reads something that forward leaves behind, as in an attribute, a list or a dictionary "
+            f"that hooks fill; {_WHY}"
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def _refusing_reads(model: nn.Module, left: Collection[Key]) -> Iterator[None]:
+    """PipelineError at the end if one of these attributes was read inside."""
+    reads = _Reads(model, left)
+    try:
+        with listen_to_attributes(reads) if left else contextlib.nullcontext():
+            yield
+    except Exception as error:
+        if not reads.found:
+            raise
+        raise _make_error(model, reads.found[0]) from error  # it may have failed for what it read
+    if reads.found:
+        raise _make_error(model, reads.found[0])
+
+
+class _Reads:
+    """The attributes among those that are `left` that somebody has read."""
+
+    busy = False
+
+    def __init__(self, model: nn.Module, left: Collection[Key]) -> None:
+        self._left = {(id(model.get_submodule(path)), name): (path, name) for path, name in left}
+        self.found: list[Key] = []
+
+    def attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        if (key := self._left.get((id(module), name))) is not None:
+            self.found.append(key)
+
+
+def _make_error(model: nn.Module, key: Key) -> PipelineError:
+    path, name = key
+    kind = type(model.get_submodule(path)).__name__
+    where = f"module {path!r} ({kind})" if path else f"the model ({kind})"
+    return PipelineError(f"the loss reads the attribute {name!r} of {where}, which forward sets: {_WHY}")
+
+
+def check_second_forward(model: nn.Module, inputs: Mapping[str, Any], whole: Collection[str], times: int) -> str:
+    """Run the model twice on the same samples.
+
+    Args:
+        model: With its weights; nothing is run where it has none here.
+        inputs: The example by the names of arguments.
+        whole: Arguments without samples.
+        times: How often forward is called for a batch: micro-batches times replicas.
+
+    Returns:
+        Nothing: there is nothing to tell.
+
+    Raises:
+        PipelineError: The second result is another one: forward goes on from what it has kept.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs))]
+    samples = batch_size(dict(inputs), frozenset(whole))
+    if any(each.device.type == "meta" for each in tensors) or not samples or not Arguments(model).fits(inputs):
+        return ""
+    device, count = tensors[0].device, min(samples, _SAMPLES)
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, copy=True)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return copy(tensor[:count] if tensor.dim() and len(tensor) == samples else tensor)
+
+    draws = ScriptDraws(model)
+    drawn = draws.get_state()
+
+    def run() -> list[torch.Tensor]:
+        given = {name: map_tensors(each, copy if name in whole else take) for name, each in inputs.items()}
+        torch.manual_seed(0)
+        with draws.at(drawn):
+            return tensors_of(map_tensors(Arguments(model).call(model, given), torch.Tensor.clone))
+
+    try:
+        with as_before(model), attributes_kept(model), torch.no_grad():
+            one, other = run(), run()
+            third = run()
+    except Exception as error:
+        _log.info("whether forward keeps something was not looked at: %s: %s", type(error).__name__, error)
+        return ""
+    # The first may be another one where a table is made by the first call.
+    if _differ(one, other) and _differ(other, third):
+        raise PipelineError(
+            "the model gives something else when it is called again with the same arguments: forward goes on from what "
+            "it has kept in an attribute, a list or a variable, as a state that is handed from batch to batch; a "
+            f"pipeline calls it for each micro-batch, {times} times a batch over all replicas, and one process once: "
+            "give such a state as an argument and return the next, or take microbatches=1 and one replica; "
+            "PlanOptions(check=False) trains it as it is"
+        )
+    return ""
+
+
+def _differ(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Tell whether two results differ by more than what the order of sums does."""
+    if [each.shape for each in ones] != [each.shape for each in others]:
+        return True
+    for one, other in zip(ones, others, strict=True):
+        if not (one.is_floating_point() or one.is_complex()):
+            if not torch.equal(one, other):
+                return True
+            continue
+        finite = one[one.isfinite()].abs()
+        largest = float(finite.max()) if finite.numel() else 0.0
+        tolerance = 1e-8 if one.dtype in (torch.float64, torch.complex128) else 8 * torch.finfo(one.dtype).eps
+        if not torch.allclose(one, other, rtol=0.0, atol=max(tolerance, 1e-8) * largest, equal_nan=True):
+            return True
+    return False
