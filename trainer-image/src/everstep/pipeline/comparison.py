@@ -269,7 +269,7 @@ def _compare_gradients(
     made: Sequence[Ran],
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> tuple[float, float]:
-    """Return the distance of the gradients of the mean loss, relative to their norm, and that which rounding explains."""
+    """Return the distance of the gradients of the mean loss relative to their norm, and what rounding explains."""
     total = sum(float(part.count) for _, part, _ in made)
     if not total or not float(at_once.count) or any(len(each) != len(slope) for _, _, each in made):
         return 0.0, 0.0
