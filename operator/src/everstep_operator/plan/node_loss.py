@@ -144,7 +144,7 @@ def describe_brake(silent: int, nodes: int, which: str) -> str:
     if nodes < MIN_BRAKED or 2 * silent <= nodes:
         return ""
     return (
-        f"{silent} of {nodes} of {which} are silent at once, which a network that is cut in two does likelier than so "
+        f"{silent} of {nodes} of {which} are silent at once, which a network partition explains better than so "
         "many dead machines: their pods stay until some are heard again; delete those pods if the machines are dead"
     )
 

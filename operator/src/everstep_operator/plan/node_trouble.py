@@ -29,7 +29,7 @@ def find_node_trouble(s: PlanContext) -> tuple[Reason, str] | None:
     sick = {gpu.index: gpu for gpu in reversed(s.leader.sick_gpus)} if s.leader is not None else {}
     for pod in s.current.values():
         if (gpu := sick.get(pod.index)) is not None and pod.ended is None:
-            what = f"which has a GPU in trouble ({gpu.name}: {gpu.problem})"
+            what = f"which has a GPU with a problem ({gpu.name}: {gpu.problem})"
             found.append((4, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
     if not found:
         return None

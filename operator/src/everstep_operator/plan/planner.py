@@ -187,7 +187,7 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
         )
     pool, _ = pool_selection.select_next_pool(s)
     if pool is not None:
-        message = f"TrainingPool {pool.metadata.name!r} is tried next"
+        message = f"TrainingPool {pool.metadata.name!r} is the next pool to try"
         return pod_creation.resolve_new_template(s, pool, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
     return None
 
@@ -202,7 +202,7 @@ def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
             pod_replacement.make_deletion(s.observed.ours, reason)
         )
     plain_reason = (Reason.NO_COMMAND, Reason.NO_COMMAND.meaning) if s.spec.command is None else None
-    message = f"{s.wanted} pods are being created"
+    message = f"{s.wanted} pods are created"
     return pod_creation.resolve_new_template(
         s, choice.pool, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
     )

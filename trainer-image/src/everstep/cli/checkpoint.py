@@ -126,9 +126,7 @@ def verify(
 def show(
     uri: UriArgument,
     key: KeyOption = None,
-    with_values: Annotated[
-        bool, typer.Option("--values", help="Show plain values too: step counts, RNG states …")
-    ] = False,
+    with_values: Annotated[bool, typer.Option("--values", help="Show plain values too, as step counts.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the manifest, as in docs/reference/checkpoint-format.md.")
     ] = False,
@@ -208,9 +206,7 @@ def prune(
     ] = None,
     best_metric: Annotated[str, typer.Option("--best-metric", help="Name of a number in the metadata.")] = "loss",
     best_mode: Annotated[str, typer.Option("--best-mode", help="Which value is the best: min or max.")] = "min",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     threads: ThreadsOption = 4,
 ) -> None:
     """Remove old checkpoints and the files of unfinished saves.
@@ -347,8 +343,7 @@ def publish(
         float, typer.Option("--quiet", min=0, help="Without --marker: complete after this many seconds without change.")
     ] = 5.0,
     each: Annotated[
-        str | None,
-        typer.Option("--each", help="Publish each folder in DIR that matches, as 'checkpoint-*'. Needs --watch."),
+        str | None, typer.Option("--each", help="Publish folders in DIR that match, as 'checkpoint-*'. Needs --watch.")
     ] = None,
     keep_last: Annotated[
         int | None,
