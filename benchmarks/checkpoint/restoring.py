@@ -17,14 +17,14 @@ from benchmarks.interval import REPEATS, Interval
 from benchmarks.measure import alternate
 from everstep.checkpoint.peers.discovery import Peers
 from everstep.checkpoint.peers.peer_server import iterate_held_slots
-from everstep.checkpoint.ranks.kv_store import LocalKVStore
 from everstep.checkpoint.ranks.topology import Topology
-from everstep.checkpoint.restore.consensus import RestoreConsensus
 from everstep.checkpoint.restore.proposals import make_proposal
 from everstep.checkpoint.restore.restorer import Restorer
 from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.session.options import MemoryOptions
 from everstep.checkpoint.slots import slot_marks, slots
+from everstep.coordination.consensus import Consensus
+from everstep.coordination.kv_store import LocalKVStore
 
 # Times a plain read, the same, one into new memory, a copy, as many bytes through a socket over a link of 10 Gbit/s.
 TARGETS = {
@@ -40,8 +40,8 @@ SECRET = "of this benchmark"
 ALONE = Topology(0, 1, 0, 1, (0,))
 
 
-class _Vote(RestoreConsensus):
-    """A vote of this rank alone, which hears what another node offers; that one's rank is no part of what is
+class _Vote(Consensus):
+    """A consensus of this rank alone, which hears what another node offers; that one's rank is no part of what is
     measured."""
 
     def __init__(self, offer: dict[str, Any]) -> None:
@@ -77,13 +77,13 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
             tier: str,
             place: Path,
             topology: Topology,
-            vote: RestoreConsensus,
+            consensus: Consensus,
             peers: Peers | None = None,
             *,
             anew: bool = True,
         ) -> float:
             into = state.started(objects) if anew else objects
-            restorer = Restorer(into, ckpt.store, topology, vote, place, peers=peers)
+            restorer = Restorer(into, ckpt.store, topology, consensus, place, peers=peers)
             slots._decode_slot_manifest.cache_clear()  # a new process has read no manifest yet
             began = time.perf_counter()
             restored = restorer.restore()
@@ -95,7 +95,7 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
             return floors.read(part, buffer)
 
         def from_store(*, anew: bool = True) -> float:
-            return restore("store", nothing, ALONE, RestoreConsensus(LocalKVStore(), 0, 1), anew=anew)
+            return restore("store", nothing, ALONE, Consensus(LocalKVStore(), 0, 1), anew=anew)
 
         def cold(arm: Callable[[], float]) -> Callable[[], float]:
             def measured() -> float:
@@ -114,7 +114,7 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
         sources = state.tensors(objects)
         verify(memory)
         arms["restore-node"] = (
-            lambda: restore("memory", memory, ALONE, RestoreConsensus(LocalKVStore(), 0, 1), anew=False),
+            lambda: restore("memory", memory, ALONE, Consensus(LocalKVStore(), 0, 1), anew=False),
             lambda: floors.copy(buffer, sources),
         )
         if "restore-peer" in wanted:

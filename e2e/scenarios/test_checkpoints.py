@@ -14,7 +14,7 @@ import os, torch, torch.distributed as dist, everstep
 dist.init_process_group('gloo')
 first, rank = os.environ['EVERSTEP_GENERATION'] == '1', dist.get_rank()
 weight = torch.nn.Parameter(torch.zeros(1 << 20))
-with everstep.checkpointer('/opt/ml/checkpoints', every_steps=1) as checkpoints:
+with everstep.checkpointer('/opt/ml/checkpoints', every_steps=1, policy='wait') as checkpoints:
     start = checkpoints.restore(weight=weight.data)
     weight_now = f'{weight.data[-1].item():g}'
     print('rank', rank, 'begins at', start.step, 'from', start.tier or 'nothing', 'with', weight_now, flush=True)

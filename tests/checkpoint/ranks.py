@@ -31,15 +31,17 @@ from everstep.checkpoint.format.manifest import (
 from everstep.checkpoint.format.merging import merge_node_manifests
 from everstep.checkpoint.publish import commit
 from everstep.checkpoint.ranks import topology
-from everstep.checkpoint.ranks.kv_store import KVStore, LocalKVStore, SharedKVStore
+from everstep.checkpoint.ranks.host_group import ERRORS
 from everstep.checkpoint.ranks.topology import Topology
-from everstep.checkpoint.restore.consensus import RestoreConsensus
 from everstep.checkpoint.restore.node_cache import NodeCache  # noqa: F401 - preloaded for the ranks
 from everstep.checkpoint.restore.restorer import Restored, Restorer
 from everstep.checkpoint.save import planning
 from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.coordination.consensus import Consensus
+from everstep.coordination.group import RankGroup
+from everstep.coordination.kv_store import SharedKVStore
 
 Work = Callable[..., Any]
 
@@ -126,10 +128,15 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def world_group() -> RankGroup:
+    """Return the group of all ranks, with the errors of checkpoints."""
+    return RankGroup(dist.group.WORLD if world_size() > 1 else None, ERRORS)
+
+
 def save(store: Store, key: Key, objects: dict[str, object]) -> Manifest:
     """Every rank writes its part, then rank 0 commits; done on all ranks when it returns."""
     rank, world = own_rank(), world_size()
-    group = dist.group.WORLD if world > 1 else None
+    group = world_group()
     flat = flatten_objects(objects, rank=rank, step=key.step)
     plan = planning.make_save_plan(lambda: flat, rank, group)
     data = bytearray(plan.sizes[rank])
@@ -149,16 +156,11 @@ def save(store: Store, key: Key, objects: dict[str, object]) -> Manifest:
     part = CheckpointPart(key.part_name(rank), len(data), compute_checksum("xxh3_64", data[:HEADER]))
     store.put(part.name, [bytes(data)], len(data))
     mine = Manifest(key, world, 1, plan.model, "xxh3_64", 0.0, (part,), tensors, flat.values)
-    every: list[Any] = [mine]
-    if group is not None:
-        every = [None] * world
-        dist.all_gather_object(every, mine, group=group)
-    manifest = merge_node_manifests(every)
+    manifest = merge_node_manifests(group.gather(mine))
     commit.announce_node(store, rank, mine)
     if rank == 0:
         commit.commit_checkpoint(store, key, world, fenced=lambda: None, timeout=30)
-    if group is not None:
-        dist.barrier()
+    group.barrier()
     return manifest
 
 
@@ -172,16 +174,17 @@ def restore(
 ) -> Restored:
     """A restore by all ranks, on `nodes` nodes that each have a memory of their own below `memory`."""
     rank, world = own_rank(), world_size()
-    group = dist.group.WORLD if world > 1 else None
-    board: KVStore = SharedKVStore.open(group, 30.0) if group is not None else LocalKVStore()
+    group = world_group()
+    kv_store = SharedKVStore.open(group, 30.0)
     found = topology.find_topology(group)
     if nodes > 1:
         size = world // nodes
         node = rank // size
         found = Topology(rank, world, node, nodes, tuple(range(node * size, (node + 1) * size)))
     place = memory / str(found.node)
+    consensus = Consensus(kv_store, rank, world, patience, purpose="during the restore")
     opened = PosixStore(store) if isinstance(store, Path) else store
-    return Restorer(objects, opened, found, RestoreConsensus(board, rank, world, patience), place).restore()
+    return Restorer(objects, opened, found, consensus, place).restore()
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
-import socket
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 import torch.distributed as dist
 
-from everstep.checkpoint.ranks.kv_store import AgreementLost, KVStore, LocalKVStore, SharedKVStore
-from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
+from everstep.checkpoint.errors import AgreementLost
 from everstep.checkpoint.save.step_agreement import MOST_CALLS, Agreement, NotAsked, Pace, SaveDecision
-from tests.checkpoint.ranks import run
+from everstep.coordination.kv_store import KVStore, LocalKVStore, SharedKVStore
+from tests.checkpoint.ranks import run, world_group
 
 pytestmark = pytest.mark.torch
 
@@ -43,15 +42,14 @@ def saved_steps(agreement: Agreement, steps: int, pause: float = 0.0) -> list[in
     return saved
 
 
-def board() -> SharedKVStore:
-    assert dist.group.WORLD is not None
-    return SharedKVStore.open(dist.group.WORLD, 30.0)
+def open_store() -> Any:
+    return SharedKVStore.open(world_group(), 30.0)
 
 
 def skewed(rank: int, pauses: list[float]) -> list[int]:
-    place = board()
+    place = open_store()
     saved = saved_steps(Agreement(place, rank, 30.0), 30, pauses[rank])
-    dist.barrier()  # rank 0 has the board
+    dist.barrier()  # rank 0 has the store
     del place
     return saved
 
@@ -64,7 +62,7 @@ def test_ranks_save_at_the_same_steps_without_a_collective(pauses: list[float]) 
 
 
 def many(rank: int) -> int:
-    place = board()
+    place = open_store()
     saved_steps(Agreement(place, rank, 30.0), 1000, 0.0)
     dist.barrier()
     kept: int = place._store.num_keys()
@@ -80,7 +78,7 @@ def test_decisions_that_all_ranks_know_are_not_kept() -> None:
 
 
 def never_decides(rank: int) -> str:
-    place = board()
+    place = open_store()
     if rank == 0:
         dist.barrier()
         return ""
@@ -100,7 +98,7 @@ def test_a_decision_that_does_not_come_is_waited_for_only_so_long() -> None:
 
 def late(rank: int) -> int | None:
     """Rank 0 comes to the boundary long after the others."""
-    place = board()
+    place = open_store()
     if rank == 0:
         until = time.monotonic() + 20
         while place.count("waiting") < 1:
@@ -120,7 +118,7 @@ def test_a_late_decision_is_waited_for() -> None:
 
 def waits_for_a_store(rank: int) -> bool:
     """Rank 0 decides long after the others' patience, but says meanwhile that it lives."""
-    place = board()
+    place = open_store()
     agreement = Agreement(place, rank, 0.8)
     until = time.monotonic() + 2.0
     while rank == 0 and time.monotonic() < until:
@@ -137,7 +135,7 @@ def test_while_rank_0_waits_for_a_store_nobody_gives_it_up() -> None:
 
 def waits_in_silence(rank: int, folder: Path) -> str:
     """Errors of torch's C++ code go past sys.stderr."""
-    place = board()
+    place = open_store()
     said = folder / f"stderr-{rank}"
     before, file = os.dup(2), os.open(said, os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
@@ -154,7 +152,7 @@ def test_a_rank_that_waits_prints_nothing(tmp_path: Path) -> None:
 
 
 def leader_dies(rank: int) -> str:
-    place = board()
+    place = open_store()
     dist.barrier()
     if rank == 0:
         os._exit(1)
@@ -166,53 +164,12 @@ def leader_dies(rank: int) -> str:
 
 
 def test_when_rank_0_dies_the_others_know_at_once() -> None:
-    assert "rank 0, which decides when to save, cannot be reached" in run(2, leader_dies, dies=[0])[1]
-
-
-def large(rank: int) -> int:
-    """Rank 0 tells what no single call of a TCPStore carries, as the manifest of a large run is."""
-    place = board()
-    message = random.Random(0).randbytes(10 << 20).hex()
-    if rank == 0:
-        place.leave("large", message)
-    assert place.read("large", 20.0) == message
-    dist.barrier()
-    before = place._store.num_keys()
-    dist.barrier()
-    if rank == 0:
-        place.remove("large")
-    dist.barrier()
-    assert place.read("large") is None
-    freed: int = before - place._store.num_keys()
-    dist.barrier()
-    return freed
-
-
-def test_a_message_may_be_of_any_size_and_leaves_nothing_when_it_is_removed() -> None:
-    freed, same = run(2, large)
-    assert freed == same > 3
-
-
-def on_two_machines(rank: int) -> str:
-    """A run that was not told where rank 0 is, on machines with names of their own."""
-    os.environ.pop("MASTER_ADDR", None)
-    os.environ["EVERSTEP_POD_IP"] = "127.0.0.2"  # what others are to be told of rank 0
-    socket.gethostname = lambda: f"machine-{rank}"
-    place = board()
-    if rank == 0:
-        place.leave("word", "heard")
-    assert place.read("word", 20.0) == "heard"
-    dist.barrier()
-    return str(place._store.host)
-
-
-def test_rank_0_is_found_on_another_machine_without_master_addr() -> None:
-    assert run(2, on_two_machines)[1] == "127.0.0.2"
+    assert "rank 0, which decides for all, cannot be reached" in run(2, leader_dies, dies=[0])[1]
 
 
 def strided(rank: int) -> list[int]:
     """A script that counts in tens, beginning anywhere."""
-    agreement = Agreement(board(), rank, 30.0)
+    agreement = Agreement(open_store(), rank, 30.0)
     saved = []
     for step in range(37, 400, 10):
         decision = agreement.arrive(step, lambda step, ahead: SaveDecision(save=True, next=step + ahead), nobody_waits)
@@ -227,19 +184,6 @@ def test_steps_may_be_counted_in_strides() -> None:
     first, second = run(2, strided)
     assert first == second
     assert first[0] == 37
-
-
-def one_fails(rank: int, folder: Path) -> str:
-    def work() -> int:
-        return 1 if rank else int((folder / "missing").read_text())
-
-    with pytest.raises(Exception, match="missing") as caught:
-        run_on_all_ranks(work, dist.group.WORLD)
-    return type(caught.value).__name__
-
-
-def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    assert run(2, one_fails, tmp_path) == ["FileNotFoundError", "CheckpointError"]
 
 
 def test_one_process_agrees_with_itself() -> None:
@@ -313,7 +257,7 @@ def test_the_time_of_a_save_is_no_step() -> None:
 
 def comes_late_once(rank: int, dies: bool) -> list[object]:
     """Rank 1 comes to the first save when rank 0 waits for it no more; to the second both come, and rank 1 says yes."""
-    place = board()
+    place = open_store()
     agreement = Agreement(place, rank, 1.0 if rank == 0 and not dies else 30.0)
     heard: list[object] = []
     reasons = {1: "rank 1 left"} if dies else {}
@@ -324,7 +268,7 @@ def comes_late_once(rank: int, dies: bool) -> list[object]:
             heard.append(agreement.ask_all(number, rank == 1, nobody_waits, partial(reasons.get, number)))
         except NotAsked as error:
             heard.append(str(error).partition(" in ")[0])
-    dist.barrier()  # rank 0 has the board
+    dist.barrier()  # rank 0 has the store
     del place
     return heard
 

@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from everstep.checkpoint.save import planning  # noqa: E402
 from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 from everstep.checkpoint.state.staging import Host  # noqa: E402
+from everstep.coordination.group import RankGroup  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -105,12 +106,12 @@ def saved(plan: planning.WritePlan, tensors: Any) -> dict[str, Any]:
 def test_a_save_takes_what_is_there_now(change: Callable[[Run], None]) -> None:
     run = Run()
     run.step()
-    plan = planning.make_save_plan(lambda: flatten_objects(run.objects(), rank=0), 0, None)
+    plan = planning.make_save_plan(lambda: flatten_objects(run.objects(), rank=0), 0, RankGroup(None))
     change(run)
     flat = flatten_objects(run.objects(), rank=0)
     assert (planning.compute_signature(flat.tensors) != plan.signature) == (change in OTHER)
     if change in OTHER:
-        plan = planning.make_save_plan(lambda: flat, 0, None)
+        plan = planning.make_save_plan(lambda: flat, 0, RankGroup(None))
     expected, found = run.expected(), saved(plan, flat.tensors)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -119,7 +120,7 @@ def test_a_save_takes_what_is_there_now(change: Callable[[Run], None]) -> None:
 
 def test_state_that_an_optimizer_makes_later_is_another_layout_and_values_are_those_of_now() -> None:
     run = Run()
-    plan = planning.make_save_plan(lambda: flatten_objects(run.objects(), rank=0), 0, None)
+    plan = planning.make_save_plan(lambda: flatten_objects(run.objects(), rank=0), 0, RankGroup(None))
     run.step()
     run.extra.update(note="b", count=(1, 2, 3))
     flat = flatten_objects(run.objects(), rank=0)

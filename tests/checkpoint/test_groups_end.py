@@ -31,9 +31,9 @@ def test_a_save_of_lightning_leaves_no_group_behind(tmp_path: Path) -> None:
 
 def save_often(rank: int) -> list[tuple[int, int]]:
     from everstep.checkpoint.adapters.lightning import Generators
-    from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
+    from everstep.checkpoint.ranks.host_group import open_host_group
 
-    close_host_group(open_host_group(30.0, "a test"))  # what torch makes once
+    open_host_group(30.0, "a test").close()  # what torch makes once
     generators, trainer, counts = Generators(), SimpleNamespace(world_size=2, global_rank=rank), [held()]
     for _ in range(5):
         generators.on_save_checkpoint(trainer, None, {})

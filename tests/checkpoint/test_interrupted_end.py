@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from everstep.checkpoint.ranks.message_series import MessageSeries
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.writer.control import WriterLink
+from everstep.coordination.message_series import MessageSeries
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session, steps_in
 from tests.checkpoint.writers import until

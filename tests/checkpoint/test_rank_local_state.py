@@ -230,7 +230,7 @@ def first_plan(rank: int, is_own: bool) -> str:
     optimizer.step()
     objects = {"model": model, "optimizer": PerRank(optimizer) if is_own else optimizer}
     try:
-        planning.make_save_plan(lambda: flatten_objects(objects, rank=rank), rank, dist.group.WORLD, compare=True)
+        planning.make_save_plan(lambda: flatten_objects(objects, rank=rank), rank, ranks.world_group(), compare=True)
     except CheckpointError as error:
         return str(error)
     return "planned"

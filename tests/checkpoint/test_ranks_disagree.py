@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("torch")
 import torch.distributed as dist
 
-from everstep.checkpoint.ranks.kv_store import AgreementLost, LocalKVStore
+from everstep.checkpoint.errors import AgreementLost
 from everstep.checkpoint.session.checkpointer import Checkpointer, SaveFailed
+from everstep.coordination.kv_store import LocalKVStore
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session, steps_in, train
 
@@ -162,8 +163,12 @@ def saves_many_times(rank: int, folder: Path) -> int:
         for step in range(1, 101):
             ckpt.save(step)
         ckpt.wait()
-        board: Any = ckpt._board
-        return len(board._messages) + len(board._counts) if isinstance(board, LocalKVStore) else board._store.num_keys()
+        kv_store: Any = ckpt._kv_store
+        return (
+            len(kv_store._messages) + len(kv_store._counts)
+            if isinstance(kv_store, LocalKVStore)
+            else kv_store._store.num_keys()
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -121,7 +121,7 @@ def statistics(rank: int) -> dict[str, Any]:
             buffer.fill_(rank)
         try:
             plan = planning.make_save_plan(
-                partial(flatten_objects, objects, rank=rank), rank, dist.group.WORLD, compare=True
+                partial(flatten_objects, objects, rank=rank), rank, ranks.world_group(), compare=True
             )
             found[name] = sorted(box.tensor for box in plan.boxes if "running" in box.tensor)
         except CheckpointError as error:

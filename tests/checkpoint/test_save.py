@@ -29,7 +29,7 @@ from everstep.checkpoint.save.snapshots import Snapshots
 from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.state.flat import flatten_objects, of_optimizers
 from everstep.checkpoint.state.staging import Host
-from tests.checkpoint.ranks import run
+from tests.checkpoint.ranks import run, world_group
 
 pytestmark = pytest.mark.torch
 
@@ -48,8 +48,7 @@ def trained(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optim
 
 def plan_of(objects: dict[str, object], rank: int, world: int) -> tuple[WritePlan, dict[str, torch.Tensor]]:
     flat = flatten_objects(objects, rank=rank)
-    group = dist.group.WORLD if world > 1 else None
-    return planning.make_save_plan(lambda: flat, rank, group), flat.tensors
+    return planning.make_save_plan(lambda: flat, rank, world_group()), flat.tensors
 
 
 def written(plan: WritePlan) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -140,9 +139,8 @@ def disagreeing(rank: int, world: int) -> str:
     tensors: dict[str, object] = {"a": torch.ones(2)}
     if rank == 1:
         tensors["b"] = torch.ones(2).to_sparse()
-    group = dist.group.WORLD
     with pytest.raises(CheckpointError) as caught:
-        planning.make_save_plan(lambda: flatten_objects(tensors, rank=rank), rank, group)
+        planning.make_save_plan(lambda: flatten_objects(tensors, rank=rank), rank, world_group())
     return str(caught.value)
 
 

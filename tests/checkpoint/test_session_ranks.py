@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import AgreementLost, CheckpointError
 from everstep.checkpoint.format.keys import HINT
-from everstep.checkpoint.ranks.kv_store import AgreementLost
 from everstep.checkpoint.session.checkpointer import SaveFailed
 from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.posix import PosixStore
@@ -235,7 +234,7 @@ def leaves_when_rank_0_is_gone(rank: int, folder: Path) -> None:
         os._exit(0)
     with suppress(AgreementLost):
         while True:
-            ckpt._board.count("anything")
+            ckpt._kv_store.count("anything")
             time.sleep(0.01)
     ckpt.close()
 

@@ -81,9 +81,9 @@ def shared(is_one: bool) -> dict[str, Any]:
 
 
 def why_not_planned(objects: dict[str, Any]) -> str:
-    group, rank = dist.group.WORLD, dist.get_rank()
+    rank = dist.get_rank()
     try:
-        planning.make_save_plan(lambda: flatten_objects(objects, rank=rank), rank, group, compare=True)
+        planning.make_save_plan(lambda: flatten_objects(objects, rank=rank), rank, ranks.world_group(), compare=True)
     except CheckpointError as error:
         return str(error)
     return ""

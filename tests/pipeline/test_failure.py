@@ -17,8 +17,9 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
+from everstep.coordination.errors import RankLost
+from everstep.coordination.heartbeat import Heartbeat
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.heartbeat import Heartbeat, PipelineRankLost
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import make_grid
 from tests.checkpoint.ranks import run
@@ -85,14 +86,14 @@ def _train(rank: int, victim: int, how: str, replicas: int, notes: str) -> tuple
     with watched(transport, lambda: engine.progress) as heart:
         engine.watch = heart
         mine = share(setting, transport.replica, batch_of(setting, 0))
-        with pytest.raises(PipelineRankLost) as caught:
+        with pytest.raises(RankLost) as caught:
             _for_ever(engine, mine)
         pid, then = Path(notes).read_text().split()
         took = time.time() - float(then)
     if rank == (victim + 1) % dist.get_world_size():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    return caught.value.rank, caught.value.why, took
+    return caught.value.ranks[0], caught.value.why, took
 
 
 def _for_ever(engine: Engine, batch: Batch) -> None:

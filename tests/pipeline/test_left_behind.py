@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ class Experts(nn.Module):  # type: ignore[misc]  # torch is not where types are 
         super().__init__()
         torch.manual_seed(0)
         self.one, self.gate, self.two, self.head = (nn.Linear(4, 4).double() for _ in range(4))
-        self.kind, self.elsewhere = kind, (elsewhere,)
+        self.kind, self.elsewhere = kind, ([] if elsewhere is None else elsewhere,)
         self.aux_loss = torch.zeros((), dtype=torch.float64) if kind == "zero" else None
         self.balances: list[Any] = [torch.zeros(())]
 
@@ -97,8 +98,8 @@ def test_losses_of_what_is_returned_pass_and_so_do_those_that_draw_or_count_them
     model = Experts("zero")  # which leaves something, that nobody reads
     look(model, lambda output, targets: (output - targets).square().mean() * model.head.out_features)
     look(model, lambda output, targets: (output - targets + torch.rand(output.shape)).square().mean())
-    calls: list[int] = []
-    look(model, lambda output, targets: (output - targets).square().mean() * (calls.append(1) or len(calls)))
+    calls = itertools.count(1)
+    look(model, lambda output, targets: (output - targets).square().mean() * next(calls))
 
 
 def test_without_an_example_of_targets_the_first_call_in_training_is_watched() -> None:
@@ -144,7 +145,8 @@ class Keeping(nn.Module):  # type: ignore[misc]
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.tables = kind, {}
+        self.kind = kind
+        self.tables: dict[Any, Any] = {}
         self.state = torch.zeros(4, dtype=torch.float64) if kind == "state" else None
         self.generator = torch.Generator()
 

@@ -210,7 +210,7 @@ def test_a_batch_that_is_not_cut_trains_any_loss() -> None:
 class OwnLoss(Words):
     """Computes its loss itself, as models of transformers do."""
 
-    def forward(self, tokens: Any, targets: Any) -> Any:
+    def forward(self, tokens: Any, targets: Any) -> Any:  # type: ignore[override]  # as those models do
         found = super().forward(tokens)
         return {"loss": mean_of_words(found, targets), "logits": found}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+from everstep.coordination.errors import KVStoreLost
+from everstep.coordination.errors import RankLost as RankLost
 
 
 class CheckpointError(Exception):
@@ -103,13 +106,12 @@ class NoSlot(CheckpointError):
     """Raised when no part of a node's memory can take a save now: it is filled, stored or read."""
 
 
-class RankLost(CheckpointError):
-    """These ranks have died, or given no sign of life for too long; none is named where it is not known which."""
+class CheckpointRankLost(RankLost, CheckpointError):
+    """A RankLost of a session, a load or a writer."""
 
-    def __init__(self, ranks: Iterable[int], why: str) -> None:
-        self.ranks = tuple(ranks)
-        named = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
-        super().__init__(f"{f'rank {named}' if named else 'a rank'} {why}; all ranks have to be started again")
+
+class AgreementLost(KVStoreLost, CheckpointError):
+    """Rank 0 cannot be reached, or has not decided in time: this rank cannot know what the others save."""
 
 
 def is_damage(error: BaseException) -> bool:

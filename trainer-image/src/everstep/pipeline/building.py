@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from everstep.coordination.heartbeat import Heartbeat
 from everstep.pipeline.cutting import CutModel
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes
 from everstep.pipeline.frontend.materialise import Seeded, materialise_stages
@@ -36,7 +36,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     transport = ProcessGroups(position.grid, position.device, nccl=position.nccl, control=terms.control)
     own = {index: cut.stages[index] for index in cut.schedule.stages_of(transport.rank)}
     recut = Recut(model)
-    terms.control.all(lambda: _fill_stages(terms, own))
+    terms.control.run_on_all_ranks(lambda: _fill_stages(terms, own))
     recut.carry_weights(own, terms.control)
     if isinstance(found, Traced):
         terms.arguments.traced_with(terms.example)

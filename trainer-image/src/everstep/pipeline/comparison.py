@@ -269,7 +269,7 @@ def _compare_gradients(
     made: Sequence[Ran],
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> tuple[float, float]:
-    """How far the gradients of the mean loss are apart, relative to their norm, and how far rounding may bring them."""
+    """Return how far the gradients of the mean loss are apart, and how far rounding may bring them, by their norm."""
     total = sum(float(part.count) for _, part, _ in made)
     if not total or not float(at_once.count) or any(len(each) != len(slope) for _, _, each in made):
         return 0.0, 0.0
@@ -320,11 +320,11 @@ def _compare_rows(output: Any, halves: Sequence[Any], count: int) -> tuple[bool,
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors differ by rounding only, relative to the largest number."""
     if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
+        return bool(torch.equal(one, other))
     finite = one[one.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     tolerance = 1e-6 if one.dtype in (torch.float64, torch.complex128) else max(5e-3, 8 * torch.finfo(one.dtype).eps)
-    return torch.allclose(one, other, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+    return bool(torch.allclose(one, other, rtol=0.0, atol=tolerance * largest, equal_nan=True))
 
 
 def _compute_mean_losses(at_once: LossPart, made: Sequence[LossPart]) -> tuple[float, float, float]:

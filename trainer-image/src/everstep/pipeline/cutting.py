@@ -59,7 +59,7 @@ def trace_requested_model(terms: PipelineTerms) -> Traced | Tree:
     Raises:
         PipelineError: On all processes: the model cannot be cut.
     """
-    return terms.control.all(lambda: _look_into_model(terms))
+    return terms.control.run_on_all_ranks(lambda: _look_into_model(terms))
 
 
 def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
@@ -79,7 +79,7 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
     loss = _watch_loss(terms, found)  # before anything else calls it
     plan = _make_plan(terms, found)
     _refuse_writes(terms, found, plan.microbatches)
-    plan, stages, schedule = terms.control.all(lambda: _cut_model(found, plan))
+    plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
     return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages, loss))
 
 
@@ -96,7 +96,7 @@ def _refuse_writes(terms: PipelineTerms, found: Traced | Tree, microbatches: int
     number = microbatches * terms.position.grid.replicas
     if terms.request.plan.check and number > 1 and isinstance(found, Traced):
         record = found.record
-        terms.control.all(lambda: refuse_writes(record, number))
+        terms.control.run_on_all_ranks(lambda: refuse_writes(record, number))
 
 
 def _make_plan(terms: PipelineTerms, found: Traced | Tree) -> Plan:
@@ -132,7 +132,7 @@ def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> Loss:
         return loss
     left = found.left if isinstance(found, Traced) else ()
     if request.targets is not None:
-        terms.control.first(
+        terms.control.run_on_first_rank(
             lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, whole)
         )
     return WatchedLoss(loss, request.model, left) if left else loss
@@ -143,7 +143,7 @@ def _check_cut(
 ) -> Loss:
     """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
     with."""
-    request, first = terms.request, terms.control.first
+    request, first = terms.request, terms.control.run_on_first_rank
     weight, whole = request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
         return loss

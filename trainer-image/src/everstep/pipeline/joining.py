@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import secrets
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -16,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from everstep.coordination.address import find_host_address
+from everstep.coordination.arrivals import RollCall
+from everstep.coordination.errors import RankLost
+from everstep.coordination.heartbeat import Heartbeat
 from everstep.pipeline.describe import describe_callable, describe_model
-from everstep.pipeline.engine.heartbeat import Heartbeat, PipelineRankLost
 from everstep.pipeline.engine.nested import tensors_of
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.plan import fingerprint_parameters
@@ -27,7 +28,6 @@ from everstep.pipeline.transport.base import TransportError
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.devices import with_index
 from everstep.pipeline.transport.grid import make_grid
-from everstep.pipeline.transport.roll_call import RollCall
 
 _log = logging.getLogger("everstep.pipeline")
 _PATIENCE = 60.0  # seconds without heartbeats
@@ -45,18 +45,18 @@ def meet_processes(roll: RollCall, timeout: float, heartbeat: float | None) -> C
         The group.
 
     Raises:
-        PipelineRankLost: A process did not come in time, or is lost meanwhile.
+        RankLost: A process did not come in time, or is lost meanwhile.
     """
     if missing := roll.find_missing("came", timeout):
         others = f", nor have ranks {', '.join(map(str, missing[1:]))}" if missing[1:] else ""
-        raise PipelineRankLost(missing[0], f"has not called pipeline() within {timeout:g} s{others}")
+        raise RankLost([missing[0]], f"has not called pipeline() within {timeout:g} s{others}")
     with _naming_the_lost(roll, min(timeout, heartbeat or _PATIENCE)):
         return Control(timeout)
 
 
 @contextlib.contextmanager
 def _naming_the_lost(roll: RollCall, seconds: float, control: Control | None = None) -> Iterator[None]:
-    """Errors between processes become PipelineRankLost, if one of them does not have the error too. No heartbeats are
+    """Errors between processes become RankLost, if one of them does not have the error too. No heartbeats are
     there yet."""
     try:
         yield
@@ -68,30 +68,31 @@ def _naming_the_lost(roll: RollCall, seconds: float, control: Control | None = N
             missing = roll.find_missing("failed", seconds)
         if not missing:
             raise
-        raise PipelineRankLost(missing[0], "ended while pipeline() connected the processes") from error
+        raise RankLost([missing[0]], "ended while pipeline() connected the processes") from error
 
 
 @contextlib.contextmanager
 def watch_processes(control: Control, seconds: float | None, roll: RollCall) -> Iterator[Heartbeat | None]:
     """Heartbeats of all processes, which go on after it; None without. Inside, a process that fails tells the others
-    why, and who waits for one that is lost gets PipelineRankLost. Collective."""
+    why, and who waits for one that is lost gets RankLost. Collective."""
     heart = None
     if seconds is not None and dist.get_world_size() > 1:
         heart = Heartbeat(
             dist.get_rank(),
             seconds,
             on_lost=lambda lost: control.abort(str(lost)),
-            host=control.address or _find_host_address(),
+            host=control.address or find_host_address(),
         )
     # The key is the first one's: with a collective of its own, one more wait would be without heartbeats.
     with _naming_the_lost(roll, min(control.timeout.total_seconds(), seconds or _PATIENCE), control):
         every = control.gather(None if heart is None else (heart.address, secrets.token_bytes(32)))
-    if heart is None or None in every:
-        if any(every):
+    peers = [each for each in every if each is not None]
+    if heart is None or len(peers) < len(every):
+        if peers:
             raise Everywhere("the ranks do not agree: heartbeat is None on some of them, and not on others")
         yield None
         return
-    heart.start([address for address, _ in every], every[0][1])
+    heart.start([address for address, _ in peers], peers[0][1])
     try:
         heart.joined()
         # The connections of the ring are all there: none of them is taken for one of a group that is made later.
@@ -167,7 +168,7 @@ def find_place(
     if data_parallel is None:
         data_parallel = world // stages if stages is not None and stages < world else 1
     if data_parallel < 1 or world % data_parallel:
-        raise PipelineError(f"{world} processes are no whole number of pipelines for {data_parallel} replicas")
+        raise PipelineError(f"{world} processes cannot be divided into {data_parallel} replicas")
     where = make_grid(world, world // data_parallel, placement)
     if device is None:
         devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]
@@ -213,14 +214,3 @@ def _format_value(value: Any) -> str:
     if callable(value):
         return describe_callable(value)  # its address is another on each
     return repr(value)
-
-
-def _find_host_address() -> str:
-    """The address by which other nodes reach this one: that from which it reaches the first."""
-    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"

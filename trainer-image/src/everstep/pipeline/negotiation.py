@@ -104,12 +104,12 @@ def negotiate(control: Control, request: PipelineRequest) -> PipelineTerms:
     Raises:
         PipelineError: On all processes: they ask for different things, or for what cannot be.
     """
-    request = control.all(lambda: _fill_in_job(request))
+    request = control.run_on_all_ranks(lambda: _fill_in_job(request))
     require_agreement(control, request.model, request.describe())
-    terms = control.all(lambda: _find_terms(control, request))
+    terms = control.run_on_all_ranks(lambda: _find_terms(control, request))
     terms = replace(terms, position=replace(terms.position, nccl=by_nccl(terms.position)))
     if request.plan.source == "file":
-        control.first(lambda: require_file(terms.plan_file))
+        control.run_on_first_rank(lambda: require_file(terms.plan_file))
     return terms
 
 
@@ -138,7 +138,7 @@ def _find_terms(control: Control, request: PipelineRequest) -> PipelineTerms:
     refuse_unsupported(model)
     refuse_half_parameters(model, engine.precision)
     if isinstance(request.loss, nn.Module) and any(each.requires_grad for each in request.loss.parameters()):
-        raise PipelineError("the loss has parameters, which would not learn: make it a part of the model")
+        raise PipelineError("the loss has parameters, which would not be trained: make it a part of the model")
     arguments = Arguments(model if plan.blocks is None else _resolve_module(model, plan.blocks[0]))
     example = arguments.name(request.example)
     position = find_place(control, example, layout.device, request.stages, layout.data_parallel, layout.placement)

@@ -126,7 +126,7 @@ def make_plan(
     objective; who asked for none, or for this very file, takes it whatever it was made for. PipelineError on all ranks.
     """
     mark = fingerprint_parameters((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
-    first = place.control.first
+    first = place.control.run_on_first_rank
     if first(lambda: "there" if path is not None and path.exists() else ""):
         return Plan.from_json(first(lambda: _reuse_or_solve(path, wish, mark, found, stage_of, aim).to_json()))
     nodes: Mapping[str, RunnableStage] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
@@ -177,7 +177,9 @@ def _make_profile(
 ) -> Profile:
     if costs == "counted":
         with casting_to(autocast, "cpu"):
-            return Profile.from_json(place.control.first(lambda: count_costs(graph, nodes, batch).to_json()))
+            return Profile.from_json(
+                place.control.run_on_first_rank(lambda: count_costs(graph, nodes, batch).to_json())
+            )
     with casting_to(autocast, place.device.type):
         own = measure_graph(
             graph,
@@ -193,7 +195,7 @@ def _make_profile(
     largest = max((node.output for node in own.graph.nodes), default=0)
     size = min(max(largest, _MESSAGE[0]), _MESSAGE[1])
     group, device = (None, place.device) if place.nccl else (place.control.group, "cpu")
-    with place.control.explained():
+    with place.control.naming_errors():
         links = measure_links(group, device=device, large=size)
         return of_one_pipeline(combine_on_all_ranks(own, links, place.control.group), place.grid)
 
@@ -201,7 +203,9 @@ def _make_profile(
 def require_file(path: Path | None) -> str:
     """PipelineError if the file of a plan that is to be read is not there; nothing is told."""
     if path is None or not path.is_file():
-        raise PipelineError(f"the plan is to be read from {path or 'a file'}, which is not there")
+        raise PipelineError(
+            f"the plan file {path or '(no path)'} does not exist: write it with `everstep pipeline plan`"
+        )
     return ""
 
 
@@ -247,7 +251,7 @@ def _reuse_or_solve(
         kept.check_model(mark, [node.name for node in found.graph.nodes])
     except PipelineError as error:
         where = "" if str(path) in str(error) else f"{path}: "
-        raise PipelineError(f"{where}{error}; without this file, the plan is made anew") from error
+        raise PipelineError(f"{where}{error}; delete the file to plan again") from error
     placed, today = _complete_manual_placement(found, stage_of), kept.profile.graph.freeze_as(found.graph)
     same = (
         today == kept.profile.graph

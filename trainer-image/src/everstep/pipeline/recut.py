@@ -62,7 +62,7 @@ class Recut:
             if source is None:
                 continue  # nobody has another
             here = held.get(name, self._tensors[name])
-            data = control.broadcast(here if name in held else torch.empty_like(here, device="cpu"), source)
+            data = control.broadcast_tensor(here if name in held else torch.empty_like(here, device="cpu"), source)
             if name in wanted:
                 with torch.no_grad():
                     own[name].copy_(data)

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from everstep.coordination.arrivals import RollCall
 from everstep.keywords import explain_keywords
 from everstep.pipeline.building import build_pipeline
 from everstep.pipeline.cutting import plan_and_cut, trace_requested_model
@@ -18,7 +19,6 @@ from everstep.pipeline.module import Pipeline
 from everstep.pipeline.negotiation import PipelineRequest, negotiate
 from everstep.pipeline.options import LayoutOptions, PlanOptions
 from everstep.pipeline.schedules import Schedule
-from everstep.pipeline.transport.roll_call import RollCall
 
 
 @explain_keywords(layout=LayoutOptions, plan=PlanOptions, engine=EngineOptions)
@@ -61,13 +61,13 @@ def pipeline(
 
     Raises:
         PipelineError: Something of it cannot be; on all processes.
-        PipelineRankLost: Another process is lost, or does not come in time.
+        RankLost: Another process is lost, or does not come in time.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise PipelineError("call torch.distributed.init_process_group first, under torchrun or in a TrainingJob")
     layout, plan, engine = layout or LayoutOptions(), plan or PlanOptions(), engine or EngineOptions()
     request = PipelineRequest(model, example, loss, targets, stages, microbatches, schedule, layout, plan, engine)
-    roll = RollCall()
+    roll = RollCall("pipeline()", engine.timeout)
     control = meet_processes(roll, engine.timeout, engine.heartbeat)
     with watch_processes(control, engine.heartbeat, roll) as heart:
         terms = negotiate(control, request)

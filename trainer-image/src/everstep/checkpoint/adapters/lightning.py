@@ -21,7 +21,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback
 
@@ -30,9 +29,9 @@ from everstep.checkpoint.adapters.published import Published
 from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.errors import Missing
 from everstep.checkpoint.format.values import pack_value, unpack_value
-from everstep.checkpoint.ranks.collectives import gather_objects
-from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
+from everstep.checkpoint.ranks.host_group import open_host_group
 from everstep.checkpoint.state.rng import Rng
+from everstep.coordination.group import RankGroup
 
 _FILE = "lightning.ckpt"
 _GENERATORS = "everstep_generators"
@@ -128,19 +127,20 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
 
     def __init__(self) -> None:
         self._loaded: str | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: RankGroup | None = None
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning calls this on every rank; rank 0 writes what it finds."""
         if self._group is None:
             self._group = open_host_group(_COLLECTIVE_SECONDS, "on_save_checkpoint()")
         # As text: Lightning loads with weights_only, which lets no array of NumPy pass.
-        checkpoint[_GENERATORS] = gather_objects(json.dumps(pack_value(Rng().state_dict())), self._group)
+        checkpoint[_GENERATORS] = self._group.gather(json.dumps(pack_value(Rng().state_dict())))
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Lightning calls this on every rank at the end."""
         group, self._group = self._group, None
-        close_host_group(group)
+        if group is not None:
+            group.close()
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get(_GENERATORS, [])

@@ -13,8 +13,6 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from everstep.checkpoint.adapters.background import BackgroundPublisher, HeldFolder, clear_leftovers
 from everstep.checkpoint.catalog.candidates import list_candidates, read_index, read_manifest
 from everstep.checkpoint.catalog.needs import read_needs
@@ -28,13 +26,12 @@ from everstep.checkpoint.publish import attempts, fence, folder
 from everstep.checkpoint.publish.folder import NoFolder
 from everstep.checkpoint.publish.publication import may_not_publish
 from everstep.checkpoint.ranks import topology
-from everstep.checkpoint.ranks.collectives import broadcast_from_first, gather_objects
-from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
-from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
+from everstep.checkpoint.ranks.host_group import open_host_group
 from everstep.checkpoint.restore.restorer import NoGoodCheckpoint
 from everstep.checkpoint.retention import retention
 from everstep.checkpoint.save.outcomes import SaveFailed
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.coordination.group import RankGroup
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -62,7 +59,7 @@ class Published:
         self._keep_last = keep_last
         self._finish_timeout = finish_timeout
         self._training = _Training()
-        self._group: dist.ProcessGroup | None = None
+        self._group: RankGroup | None = None
         self._events = Events()
         self._background = BackgroundPublisher(self._events.emit)
 
@@ -83,15 +80,15 @@ class Published:
             CheckpointError: On all ranks, when rank 0 does not see other files in time.
         """
         group = self._all()
-        gather_objects(None, group)  # all have written
+        group.gather(None)  # all have written
         mine = {name for name in _list_files(path) if not fnmatch(name, own)}
         until = time.monotonic() + _STALE
         while True:
-            seen = broadcast_from_first(_list_files(path), group)
-            unseen = gather_objects(min(mine - seen, default=None), group)
+            seen = group.broadcast(_list_files(path))
+            unseen = group.gather(min(mine - seen, default=None))
             if not any(unseen):
                 return
-            if broadcast_from_first(time.monotonic() >= until, group):
+            if group.broadcast(time.monotonic() >= until):
                 rank, name = next((rank, name) for rank, name in enumerate(unseen) if name)
                 raise CheckpointError(
                     f"rank {rank} has written {path / name}, which rank 0 does not see: where each rank saves its own "
@@ -140,7 +137,7 @@ class Published:
     def change(self, path: Path, work: Callable[[], None]) -> None:
         """Have one rank of each node change a folder that newest() has brought back. All ranks call it."""
         group = self._all()
-        run_on_all_ranks(work if self._is_first(path, group) else lambda: None, group)
+        group.run_on_all_ranks(work if self._is_first(path, group) else lambda: None)
 
     def finish(self) -> None:
         """Wait, at the end of training, until what was published is in the store, and end the group. Any rank calls it.
@@ -150,7 +147,8 @@ class Published:
         """
         underway = sys.exc_info()[1]
         group, self._group = self._group, None
-        close_host_group(group)
+        if group is not None:
+            group.close()
         self._training = _Training()
         try:
             self._background.finish(self._finish_timeout)
@@ -176,10 +174,9 @@ class Published:
             NoGoodCheckpoint: Some were published and none is good.
         """
         group = self._all()
-        rank = topology.find_topology(group).rank
         bad: dict[str, str] = {}
         while True:
-            key = _tell_found_key(lambda: _find_next(self.store, bad), rank, group)
+            key = group.run_on_first_rank(lambda: _find_next(self.store, bad))
             if key is None:
                 if bad:
                     raise NoGoodCheckpoint(bad)
@@ -187,9 +184,7 @@ class Published:
             why = self._fetch_on_all_nodes(key, into(key), group)
             keys = {key.step: key}
             if not why:
-                step = broadcast_from_first(
-                    run_on_all_ranks(partial(needed_step, into(key)) if rank == 0 else lambda: None, group), group
-                )
+                step = group.run_on_first_rank(partial(needed_step, into(key)))
                 if step is not None and step != key.step:
                     why = self._fetch_needed(key, step, into, keys, group)
             if not why:
@@ -205,13 +200,10 @@ class Published:
         step: int,
         into: Callable[[Key], Path],
         keys: dict[int, Key],
-        group: dist.ProcessGroup | None,
+        group: RankGroup,
     ) -> str:
         """Bring back what a checkpoint needs, and note its key; why that cannot be done, or ""."""
-        rank = dist.get_rank() if group is not None else 0
-        found: list[Key] = broadcast_from_first(
-            run_on_all_ranks(lambda: _find_needed(self.store, key, step) if rank == 0 else [], group), group
-        )
+        found = group.run_on_first_rank(lambda: _find_needed(self.store, key, step))
         why = ""
         for other in found:
             why = self._fetch_on_all_nodes(other, into(other), group)
@@ -223,17 +215,17 @@ class Published:
             f"{f'is not good: {why}' if why else f'is not in {self.store.url}'}"
         )
 
-    def _fetch_on_all_nodes(self, key: Key, into: Path, group: dist.ProcessGroup | None) -> str:
+    def _fetch_on_all_nodes(self, key: Key, into: Path, group: RankGroup) -> str:
         """Bring a folder to every place that ranks name, by one rank of each node; why it is bad, or ""."""
         return _collect_failures(
             partial(self._fetch, key, into) if self._is_first(into, group) else lambda: None, group
         )
 
-    def _is_first(self, path: Path, group: dist.ProcessGroup | None) -> bool:
+    def _is_first(self, path: Path, group: RankGroup) -> bool:
         """Tell whether this is the first rank of its node that names this place. Collective."""
         place = topology.find_topology(group)
         mine = place.node, os.path.realpath(path)
-        return gather_objects(mine, group).index(mine) == place.rank
+        return group.gather(mine).index(mine) == place.rank
 
     def _publish(
         self, training: _Training, held: HeldFolder, step: int, needed: HeldFolder | None, *, needed_step: int | None
@@ -297,8 +289,8 @@ class Published:
                     ) from error
                 training.attempt = None
 
-    def _all(self) -> dist.ProcessGroup | None:
-        """Return the group of all ranks, on the CPU; None for one process. Collective."""
+    def _all(self) -> RankGroup:
+        """Return the group of all ranks. Collective."""
         if self._group is None:
             self._group = open_host_group(_COLLECTIVE_SECONDS, "a save or restore of a folder")
         return self._group
@@ -346,12 +338,7 @@ def _find_same(store: Store, contents: folder.Contents, step: int) -> Key | None
     return None
 
 
-def _tell_found_key(find: Callable[[], Key | None], rank: int, group: dist.ProcessGroup | None) -> Key | None:
-    """Return, on all ranks, the key that rank 0 found."""
-    return broadcast_from_first(run_on_all_ranks(lambda: find() if rank == 0 else None, group), group)
-
-
-def _collect_failures(work: Callable[[], str | None], group: dist.ProcessGroup | None) -> str:
+def _collect_failures(work: Callable[[], str | None], group: RankGroup) -> str:
     """Return why it was bad, in the words of the first rank for which it was; "" when it was good for all."""
-    said = gather_objects(run_on_all_ranks(work, group), group)
+    said = group.gather(group.run_on_all_ranks(work))
     return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.ranks.kv_store import KVStore, LocalKVStore, SharedKVStore
-from everstep.checkpoint.restore.consensus import PATIENCE, RestoreConsensus
+from everstep.checkpoint.ranks.host_group import ERRORS
 from everstep.checkpoint.restore.options import RestoreOptions, find_difference
-from everstep.checkpoint.restore.steps import run_on_all_ranks
+from everstep.checkpoint.restore.steps import run_restore_step
 from everstep.checkpoint.state.aliases import list_objects
 from everstep.checkpoint.state.flat import bind_kinds
 from everstep.checkpoint.state.kinds import ObjectKind, PerRank
@@ -25,6 +24,8 @@ from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, StateValue
+from everstep.coordination.consensus import PATIENCE, Consensus
+from everstep.coordination.kv_store import KVStore, LocalKVStore, SharedKVStore
 
 T = TypeVar("T")
 
@@ -60,14 +61,17 @@ class LoadingRanks:
     def __init__(self, ranks: Sequence[int] = ()) -> None:
         self._ranks = tuple(ranks) or (0,)
         self._rank = dist.get_rank() if ranks else 0
-        board: KVStore = LocalKVStore()
+        kv_store: KVStore = LocalKVStore()
         if ranks:
             _loads[self._ranks] += 1
             digest = hashlib.sha256(str(self._ranks).encode()).hexdigest()[:16]
             store = dist.distributed_c10d._get_default_store()
-            board = SharedKVStore(store, f"everstep.load_into/{digest}/{_loads[self._ranks]}", len(self._ranks))
+            name = f"everstep.load_into/{digest}/{_loads[self._ranks]}"
+            kv_store = SharedKVStore(store, name, len(self._ranks), errors=ERRORS)
         number = self._ranks.index(self._rank)
-        self._vote = RestoreConsensus(board, number, len(self._ranks), PATIENCE_SECONDS, self._ranks)
+        self._consensus = Consensus(
+            kv_store, number, len(self._ranks), PATIENCE_SECONDS, self._ranks, purpose="during the restore"
+        )
 
     @property
     def are_several(self) -> bool:
@@ -80,28 +84,28 @@ class LoadingRanks:
         Raises:
             CheckpointError: On all ranks, with two of them and what they were given.
         """
-        described = run_on_all_ranks(self._vote, self._rank, options.describe, is_local=False)
+        described = run_restore_step(self._consensus, self._rank, options.describe, is_local=False)
         if why := find_difference(described, "load_into()", self._ranks):
             raise CheckpointError(why)
 
     def ask_first(self, work: Callable[[], T]) -> T:
         """Return what the first rank finds, which JSON must be able to write. Its error is one of all ranks."""
         leads = self._rank == self._ranks[0]
-        first: T = run_on_all_ranks(self._vote, self._rank, lambda: work() if leads else None, is_local=False)[0]
+        first: T = run_restore_step(self._consensus, self._rank, lambda: work() if leads else None, is_local=False)[0]
         return first
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do this rank's share, and fail where another one does: see run_on_all_ranks()."""
-        done: T = run_on_all_ranks(self._vote, self._rank, work, is_local=True)
+        """Do this rank's share, and fail where another one does: see run_restore_step()."""
+        done: T = run_restore_step(self._consensus, self._rank, work, is_local=True)
         return done
 
     def give_sign(self) -> None:
         """Show the others that this rank still works; call it often, from any thread."""
-        self._vote.alive()
+        self._consensus.alive()
 
     def close(self) -> None:
         """Wait a few seconds until the others have heard how it ended; afterwards this process may exit."""
-        self._vote.settle()
+        self._consensus.settle()
 
 
 def _ranks_of(kinds: Iterable[ObjectKind]) -> set[int]:

@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from everstep.checkpoint.peers import placement
 from everstep.checkpoint.peers.peer_link import Address
 from everstep.checkpoint.peers.peer_server import PeerServer
-from everstep.checkpoint.ranks.address import find_host_address
-from everstep.checkpoint.ranks.collectives import broadcast_from_first, gather_objects
-from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
 from everstep.checkpoint.ranks.topology import Topology
+from everstep.coordination.address import find_host_address
+from everstep.coordination.group import RankGroup
 
 DOMAIN_VARIABLE = "EVERSTEP_FAILURE_DOMAIN"
 
@@ -42,14 +39,14 @@ class _Card:
     ranks: tuple[int, ...]
 
 
-def connect_peers(port: int, secret: str, topology: Topology, group: dist.ProcessGroup | None) -> Peers:
-    """Collective over `group` (gloo), of at least two nodes. `port`: of this node's writer."""
+def connect_peers(port: int, secret: str, topology: Topology, group: RankGroup) -> Peers:
+    """Collective, of at least two nodes. `port`: of this node's writer."""
     card = (
         _Card(topology.node, get_failure_domain(), (find_host_address(), port), topology.ranks)
         if topology.local == 0
         else None
     )
-    cards = sorted((each for each in gather_objects(card, group) if each), key=lambda each: each.node)
+    cards = sorted((each for each in group.gather(card) if each), key=lambda each: each.node)
     keepers = placement.choose_copy_keepers([each.domain for each in cards])
     keeper = keepers[topology.node]
     assert keeper is not None
@@ -59,9 +56,9 @@ def connect_peers(port: int, secret: str, topology: Topology, group: dist.Proces
 
 @contextlib.contextmanager
 def serve_reads(
-    directory: Path, topology: Topology, group: dist.ProcessGroup | None, run: str | None, *, wanted: bool
+    directory: Path, topology: Topology, group: RankGroup, run: str | None, *, wanted: bool
 ) -> Iterator[Peers | None]:
-    """Let the nodes of a restore read each other's slots while the block runs. Collective over `group` (gloo).
+    """Let the nodes of a restore read each other's slots while the block runs. Collective.
 
     No writer takes part: each node's first rank gives out what is in the slots on its node, under a secret of this
     restore alone. So a process that has claimed nothing, and where no writer runs any more, restores from them too.
@@ -79,10 +76,10 @@ def serve_reads(
     if not wanted:
         yield None
         return
-    secret = broadcast_from_first(secrets.token_hex(32), group)
+    secret = group.broadcast(secrets.token_hex(32))
     server = PeerServer(directory, only_reads=True, run=run) if topology.local == 0 else None
     try:
-        port = run_on_all_ranks(lambda: server.trust(secret, 0) if server is not None else None, group)
+        port = group.run_on_all_ranks(lambda: server.trust(secret, 0) if server is not None else None)
         yield connect_peers(port or 0, secret, topology, group)
     finally:
         if server is not None:

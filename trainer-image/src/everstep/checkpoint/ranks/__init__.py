@@ -1,4 +1,4 @@
-"""Communication of the ranks of one run: collectives, a key-value store, success or failure alike, their topology.
+"""The ranks of a run: the group of them all, with the errors of this library, and the nodes that they share.
 
-Nothing here knows what a checkpoint is: what is agreed on belongs to the rooms that agree.
+How ranks communicate belongs to `everstep.coordination`; what they agree on, to the rooms that agree.
 """

@@ -8,10 +8,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.ranks.collectives import gather_objects
+from everstep.coordination.group import RankGroup
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -31,24 +29,25 @@ class Topology:
         return self.ranks.index(self.rank)
 
 
-def find_topology(group: dist.ProcessGroup | None) -> Topology:
-    """Collective over `group` (gloo; None for one process). A launcher's node rank counts, else the host's name."""
-    if group is None:
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            raise CheckpointError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group: call "
-                "torch.distributed.init_process_group() first, or set WORLD_SIZE=1 for a process that runs alone"
-            )
-        return Topology(0, 1, 0, 1, (0,))
-    rank, world = dist.get_rank(), dist.get_world_size()
+def find_topology(group: RankGroup) -> Topology:
+    """Find the nodes of all ranks: by a launcher's node rank, else by the host's name. Collective.
+
+    Raises:
+        CheckpointError: The launcher has started several ranks, which have no process group yet.
+    """
+    if group.size == 1 and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise CheckpointError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group: call "
+            "torch.distributed.init_process_group() first, or set WORLD_SIZE=1 for a process that runs alone"
+        )
     name = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK") or socket.gethostname()
-    names = gather_objects(name, group)
+    names = group.gather(name)
     order = list(dict.fromkeys(names))
-    ranks = tuple(other for other in range(world) if names[other] == name)
-    return Topology(rank, world, order.index(name), len(order), ranks)
+    ranks = tuple(other for other in range(group.size) if names[other] == name)
+    return Topology(group.rank, group.size, order.index(name), len(order), ranks)
 
 
-def find_place(topology: Topology, memory: Path, group: dist.ProcessGroup | None) -> int:
+def find_place(topology: Topology, memory: Path, group: RankGroup) -> int:
     """Return the number of this node among those that share one memory with it: 0 where it has a memory of its own.
 
     It stays the same when a launcher numbers the nodes anew, as torchrun does after each failure, so that a node finds
@@ -60,7 +59,7 @@ def find_place(topology: Topology, memory: Path, group: dist.ProcessGroup | None
         group: See find_topology().
     """
     mine = _identify_machine(memory)
-    leaders = gather_objects((topology.node, mine) if topology.local == 0 else None, group)
+    leaders = group.gather((topology.node, mine) if topology.local == 0 else None)
     known = dict(each for each in leaders if each is not None)
     sharing = sorted(node for node, memory_of in known.items() if memory_of == known[topology.node])
     return sharing.index(topology.node)

@@ -72,7 +72,7 @@ class NodeCache:
             self._lock = None
 
     def leave(self, name: str, data: bytes) -> None:
-        """A small message to the other ranks of the node; they may read it after the next round of the vote."""
+        """A small message to the other ranks of the node; they may read it after the next round of the consensus."""
         if self._shared:
             with naming_full_memory(self._folder / name, len(data)):
                 (self._folder / name).write_bytes(data)

@@ -1,8 +1,8 @@
 """All ranks load the same checkpoint, the newest that is good for every one of them, or none is touched.
 
 In rounds: rank 0 proposes; each node fetches the manifest; each rank says what it needs; the ranks of a node read and
-verify that once, together; each takes what it needs. A vote ends every round (consensus.py), and anything that is wrong
-with a checkpoint anywhere sends all ranks to the next one.
+verify that once, together; each takes what it needs. Consensus ends every round, and anything that is wrong with a
+checkpoint anywhere sends all ranks to the next one.
 
 What is verified in files of this machine is read again right into the objects, and summed again: it takes no memory of
 its own. Should a sum not hold then, the objects are undefined, and all ranks say so.
@@ -34,7 +34,6 @@ from everstep.checkpoint.peers.peer_parts import PeerParts
 from everstep.checkpoint.peers.peer_server import iterate_held_slots
 from everstep.checkpoint.ranks.topology import Topology
 from everstep.checkpoint.restore.chunk_numbers import Chunks
-from everstep.checkpoint.restore.consensus import RestoreConsensus
 from everstep.checkpoint.restore.loading import Loading
 from everstep.checkpoint.restore.node_cache import (
     NodeCache,
@@ -48,11 +47,12 @@ from everstep.checkpoint.restore.node_manifests import NodeManifests
 from everstep.checkpoint.restore.options import RestoreOptions, find_difference
 from everstep.checkpoint.restore.part_files import PartFiles, hold_slots
 from everstep.checkpoint.restore.proposals import MEMORY, PEER, STORE, Proposal, Proposals, make_proposal
-from everstep.checkpoint.restore.steps import BadCheckpoint, UndefinedObjects, run_on_all_ranks
+from everstep.checkpoint.restore.steps import BadCheckpoint, UndefinedObjects, run_restore_step
 from everstep.checkpoint.slots.slots import Claim
 from everstep.checkpoint.state.kinds import StateMismatch
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.retry import Retry
+from everstep.coordination.consensus import Consensus
 
 _FARTHER = (MEMORY, PEER, STORE)
 
@@ -110,7 +110,7 @@ class Restorer:
         objects: Mapping[str, object],
         store: Store,
         topology: Topology,
-        vote: RestoreConsensus,
+        consensus: Consensus,
         memory: Path,
         *,
         peers: Peers | None = None,
@@ -125,7 +125,7 @@ class Restorer:
         self._objects = objects
         self._store = store
         self._topology = topology
-        self._vote = vote
+        self._consensus = consensus
         self._memory = memory
         self._options = options
         self._attempt, self._claimed, self._run = attempt, claimed, run
@@ -165,7 +165,7 @@ class Restorer:
                 )
         finally:
             self._proposals.close()
-            self._vote.settle()
+            self._consensus.settle()
 
     def _offer(self) -> dict[str, Any]:
         """This rank's part of the message from which rank 0 makes a proposal."""
@@ -198,7 +198,7 @@ class Restorer:
                 return {"refused": why}
             return {"proposal": self._proposals.next([message["offer"] for message in messages])}
 
-        agreed = self._vote.agree({"options": self._options.describe(), **offer}, propose)
+        agreed = self._consensus.agree({"options": self._options.describe(), **offer}, propose)
         if "refused" in agreed:
             raise CheckpointError(agreed["refused"])
         return Proposal.of(agreed["proposal"])
@@ -265,7 +265,7 @@ class Restorer:
                 [own[number] if number in own else peers.manifest(number) for number in every]
             )
             if self._topology.world > 1:
-                self._vote.post(name, encode_manifest(self._manifest).decode())
+                self._consensus.post(name, encode_manifest(self._manifest).decode())
         return name
 
     def _offers(self, proposal: Proposal) -> bool:
@@ -277,7 +277,7 @@ class Restorer:
         return self._topology.local == 0
 
     def _alive(self) -> None:
-        self._vote.alive()
+        self._consensus.alive()
         self._proposals.renew()
 
     def _wait(self, seconds: float) -> None:
@@ -297,13 +297,13 @@ class Restorer:
             if not proposal.complete:
                 nodes.fetch_index()
             elif self._topology.world > 1:  # else this rank has just made it
-                data = self._vote.read(name).encode()
+                data = self._consensus.read(name).encode()
                 self._manifest = parse_manifest(key, data)
                 cache.leave("manifest", data)
 
         self._together(lambda: fetch() if self._leads else None)
         if self._topology.rank == 0:
-            self._vote.remove(name)  # as large as the manifest, and every node has it
+            self._consensus.remove(name)  # as large as the manifest, and every node has it
         if proposal.complete:
             manifest = self._manifest if self._leads else decode_manifest(cache.message("manifest"), key.manifest_name)
             assert manifest is not None
@@ -360,7 +360,7 @@ class Restorer:
             missing = sorted({each for message in messages for each in message["missing"]})
             return {"problems": problems, "missing": missing, "unexpected": unexpected}
 
-        agreed = self._vote.agree(message, fits)
+        agreed = self._consensus.agree(message, fits)
         if agreed["problems"]:
             raise StateMismatch(agreed["problems"])
         loading.missing, loading.unexpected = agreed["missing"], agreed["unexpected"]
@@ -438,7 +438,7 @@ class Restorer:
         )
 
     def _together(self, work: Callable[[], T], *, local: bool = False) -> Any:
-        return run_on_all_ranks(self._vote, self._topology.rank, work, is_local=local)
+        return run_restore_step(self._consensus, self._topology.rank, work, is_local=local)
 
 
 def _iterate_own_slots(memory: Path, key: Key, run: str | None) -> Iterator[tuple[Claim, Manifest]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from everstep.checkpoint.errors import CheckpointError, Removed, RestoreFailed, is_damage
-from everstep.checkpoint.restore.consensus import RestoreConsensus
+from everstep.coordination.consensus import Consensus
 
 T = TypeVar("T")
 
@@ -19,11 +19,11 @@ class UndefinedObjects(Exception):
     """Bytes changed between the two passes, when objects had some of them already."""
 
 
-def run_on_all_ranks(vote: RestoreConsensus, rank: int, work: Callable[[], T], *, is_local: bool) -> Any:
+def run_restore_step(consensus: Consensus, rank: int, work: Callable[[], T], *, is_local: bool) -> Any:
     """Run the work of every rank, and fail where one of them does.
 
     Args:
-        vote: Of this restore.
+        consensus: Of this restore.
         rank: This one.
         work: This rank's share.
         is_local: Whether the others need not know what this rank made.
@@ -50,15 +50,15 @@ def run_on_all_ranks(vote: RestoreConsensus, rank: int, work: Callable[[], T], *
         message[kind] = f"rank {rank}: {error}"
         if isinstance(error, Removed):
             message = {"removed": error.name}
-    outcome = vote.agree(message, _judge_votes)
+    outcome = consensus.agree(message, _judge_votes)
     if outcome.get("failed"):
         if failure is not None and not (isinstance(failure, UndefinedObjects | Removed) or is_damage(failure)):
             raise failure
         raise CheckpointError(outcome["failed"])
     if outcome.get("undefined"):
         raise RestoreFailed(
-            f"{outcome['undefined']}, though they were verified a moment before. The objects that were to be "
-            "restored are undefined now: start all ranks again, and restore into new objects"
+            f"{outcome['undefined']}, though they were verified a moment before. The objects to "
+            "restore are undefined now: start all ranks again, and restore into new objects"
         ) from failure
     if outcome.get("removed"):
         raise Removed(outcome["removed"]) from failure

@@ -11,12 +11,13 @@ from typing import Any
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.format.keys import Key
-from everstep.checkpoint.ranks.kv_store import AgreementLost, KVStore
-from everstep.checkpoint.ranks.message_series import MessageSeries
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.save.trigger import Trigger
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.writer.control import WriterLost
+from everstep.coordination.errors import KVStoreLost
+from everstep.coordination.kv_store import KVStore
+from everstep.coordination.message_series import MessageSeries
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -33,7 +34,7 @@ class SaveOutcomes:
 
     Args:
         node: Its writer reports the saves of this node; node 0's knows how all of a save has ended.
-        board: Where rank 0 tells the others.
+        kv_store: Where rank 0 tells the others.
         leads: Whether this is rank 0.
         trigger: It learns how long a save takes.
         events: They tell the user.
@@ -44,7 +45,7 @@ class SaveOutcomes:
     def __init__(
         self,
         node: WriterConnection,
-        board: KVStore,
+        kv_store: KVStore,
         leads: bool,
         trigger: Trigger,
         events: Events,
@@ -58,8 +59,8 @@ class SaveOutcomes:
         self._newest_ended = 0  # the number of the newest one whose end is known
         self.failure: str | None = None  # of the newest save that has ended
         self._node = node
-        self._board = board
-        self._results = MessageSeries(board, "r", leads)
+        self._kv_store = kv_store
+        self._results = MessageSeries(kv_store, "r", leads)
         self._leads = leads
         self._trigger = trigger
         self._events = events
@@ -127,7 +128,7 @@ class SaveOutcomes:
         self.poll(0.0)
         try:
             self.end(number, self._results.read(number, timeout_seconds))
-        except AgreementLost:
+        except KVStoreLost:
             if not self._is_in_store(key):
                 raise
             del self.pending[number]
@@ -154,7 +155,7 @@ class SaveOutcomes:
 
     def leave_note(self, note: dict[str, Any]) -> None:
         """Tell rank 0 something, which it hears when it next looks; without waiting."""
-        self._board.leave(f"n/{self._board.count('notes', 1)}", note)
+        self._kv_store.leave(f"n/{self._kv_store.count('notes', 1)}", note)
 
     def void(self, key: Key, why: str, replan: bool) -> None:
         """Tell all that this rank cannot complete a save; training goes on.

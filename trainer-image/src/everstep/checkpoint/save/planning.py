@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.manifest import HEADER, align_offset, get_itemsize
-from everstep.checkpoint.ranks.collectives import gather_bytes, scatter_bytes
 from everstep.checkpoint.save.layouts import LayoutNames, Ownership, RankLayout, span_of_box
 from everstep.checkpoint.save.plan_coordinator import PlanCoordinator, RankMessages
 from everstep.checkpoint.save.tensor_checksums import checksum_tensors
@@ -29,6 +27,7 @@ from everstep.checkpoint.slots.slots import Box
 from everstep.checkpoint.state.flat import RANK, Flat, get_local_tensor
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.structure_sums import describe_structures
+from everstep.coordination.group import RankGroup
 
 Signature = Mapping[str, tuple[Any, ...]]
 
@@ -58,10 +57,8 @@ def compute_signature(tensors: Mapping[str, torch.Tensor], elsewhere: Collection
     }
 
 
-def make_save_plan(
-    state: Callable[[], Flat], rank: int, group: dist.ProcessGroup | None, *, compare: bool = False
-) -> WritePlan:
-    """Return this rank's plan. Collective over `group` (gloo; None for one process), whatever fails on a rank.
+def make_save_plan(state: Callable[[], Flat], rank: int, group: RankGroup, *, compare: bool = False) -> WritePlan:
+    """Return this rank's plan. Collective, whatever fails on a rank.
 
     Args:
         state: Makes the state that is to be saved.
@@ -77,7 +74,7 @@ def make_save_plan(
     try:
         flat = state()
         pieces = list_boxes(flat, rank)
-        values = _checksum_values(flat, rank) if compare and group is not None else {}
+        values = _checksum_values(flat, rank) if compare and group.size > 1 else {}
         messages = RankMessages(_describe_rank_layout(pieces, rank), values)
         head = messages.head()
     except Exception as error:  # the others wait for this rank: it tells them instead
@@ -192,12 +189,10 @@ def _build_save_plan(pieces: Sequence[Piece], sizes: tuple[int, ...], model: str
     return WritePlan(tuple(boxes), sizes, model, own)
 
 
-def _ask_first_rank(
-    mine: bytes, decide: Callable[[Sequence[bytes]], list[bytes]], group: dist.ProcessGroup | None
-) -> bytes:
+def _ask_first_rank(mine: bytes, decide: Callable[[Sequence[bytes]], list[bytes]], group: RankGroup) -> bytes:
     """Return what rank 0 answers this rank, after it has heard all of them."""
-    messages = gather_bytes(mine, group)
-    return scatter_bytes(decide(messages) if messages is not None else None, group)
+    messages = group.gather_bytes(mine)
+    return group.scatter_bytes(decide(messages) if messages is not None else None)
 
 
 def _write_value(value: object) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.ranks.collectives import gather_bytes, scatter_bytes
+from everstep.coordination.group import RankGroup
 
 _MOST_NAMED = 16
 
@@ -17,8 +15,8 @@ class StepsDiffer(CheckpointError):
     """Ranks have come to one save with different steps."""
 
 
-def check_same_step(step: int, group: dist.ProcessGroup | None) -> None:
-    """See that all ranks save the same step. Collective over `group` (gloo; None for one process).
+def check_same_step(step: int, group: RankGroup) -> None:
+    """See that all ranks save the same step. Collective.
 
     Args:
         step: The one that this rank saves.
@@ -28,9 +26,9 @@ def check_same_step(step: int, group: dist.ProcessGroup | None) -> None:
         StepsDiffer: On all ranks alike, with the step of each.
         RankLost: A rank is gone.
     """
-    found = gather_bytes(b"%d" % step, group)
+    found = group.gather_bytes(b"%d" % step)
     words = None if found is None else [json.dumps(describe_difference([int(each) for each in found])).encode()]
-    why = json.loads(scatter_bytes(None if words is None or found is None else words * len(found), group))
+    why = json.loads(group.scatter_bytes(None if words is None or found is None else words * len(found)))
     if why:
         raise StepsDiffer(why)
 

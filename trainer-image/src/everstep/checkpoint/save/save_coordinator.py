@@ -11,7 +11,6 @@ from typing import Any, Literal
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.format.keys import Attempt, Key
-from everstep.checkpoint.ranks.kv_store import KVStore
 from everstep.checkpoint.save.outcomes import SaveFailed, SaveOutcomes
 from everstep.checkpoint.save.same_step import StepsDiffer
 from everstep.checkpoint.save.saver import Saver, WriterConnection
@@ -19,6 +18,7 @@ from everstep.checkpoint.save.session_end import SessionEnd, tell_unmet_request
 from everstep.checkpoint.save.step_agreement import Agreement, NotAsked, SaveDecision
 from everstep.checkpoint.save.trigger import Trigger
 from everstep.checkpoint.writer.control import WriterLost
+from everstep.coordination.kv_store import KVStore
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -49,7 +49,7 @@ class SaveCoordinator:
     saver: Saver
     node: WriterConnection
     agreement: Agreement
-    board: KVStore
+    kv_store: KVStore
     trigger: Trigger
     attempt: Attempt
     events: Events
@@ -61,7 +61,7 @@ class SaveCoordinator:
     def __post_init__(self) -> None:
         self._outcomes = SaveOutcomes(
             self.node,
-            self.board,
+            self.kv_store,
             self.agreement.leads,
             self.trigger,
             self.events,
@@ -305,11 +305,11 @@ class SaveCoordinator:
     def _read_notes(self) -> None:
         """Read the notes of other ranks."""
         looked, self._looked = self._looked, time.monotonic()
-        there = self.board.count("notes")
+        there = self.kv_store.count("notes")
         while self._notes < there:
-            note = self.board.read(f"n/{self._notes + 1}", 5.0)  # it is counted before it is left
+            note = self.kv_store.read(f"n/{self._notes + 1}", 5.0)  # it is counted before it is left
             self._notes += 1  # only now: a signal's handler may interrupt us while we wait
-            self.board.remove(f"n/{self._notes}")
+            self.kv_store.remove(f"n/{self._notes}")
             if note is None:
                 continue
             if note["kind"] == "asked":

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from everstep.checkpoint.errors import CheckpointError, RankLost
+from everstep.checkpoint.errors import CheckpointError, CheckpointRankLost
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.user_metadata import pack_metadata
 from everstep.checkpoint.host import available_memory
-from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
 from everstep.checkpoint.ranks.topology import Topology
 from everstep.checkpoint.save import planning
 from everstep.checkpoint.save.device_staging import choose_staging
@@ -32,6 +30,8 @@ from everstep.checkpoint.state.staging import Staging
 from everstep.checkpoint.state.steps import STEPS, has_hooked_steps
 from everstep.checkpoint.writer import control
 from everstep.checkpoint.writer.control import WriterConfig, WriterLink, WriterLost
+from everstep.coordination.errors import RankLost
+from everstep.coordination.group import RankGroup
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -166,7 +166,7 @@ def check_values(objects: Mapping[str, object], topology: Topology, how: How) ->
 def check_start(
     objects: Mapping[str, object],
     topology: Topology,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
     how: How,
     directory: Path,
     slots: int,
@@ -185,7 +185,7 @@ def check_start(
         CheckpointError: A value cannot be saved, the ranks' states do not fit together, there is no room
             (InsufficientMemory), or the slots that are there are another user's.
     """
-    run_on_all_ranks(lambda: check_is_own(directory), group)
+    group.run_on_all_ranks(lambda: check_is_own(directory))
     plan = planning.make_save_plan(lambda: _after_a_step(objects, topology.rank, how), topology.rank, group)
     sizes = [plan.sizes[rank] for rank in topology.ranks]
     memory = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
@@ -199,7 +199,7 @@ class Saver:
         self,
         objects: Mapping[str, object],
         topology: Topology,
-        group: dist.ProcessGroup | None,
+        group: RankGroup,
         node: WriterConnection,
         how: How,
     ) -> None:
@@ -378,7 +378,8 @@ class Saver:
                 check_same_step(step, self._group)
             plan = planning.make_save_plan(made, topology.rank, self._group, compare=step is not None)
         except RankLost as error:
-            raise RankLost(error.ranks or self._absent(), "left while ranks planned this save together") from error
+            lost = error.ranks or self._absent()
+            raise CheckpointRankLost(lost, "left while ranks planned this save together") from error
         sizes = [[plan.sizes[rank] for rank in ranks] for ranks in (topology.ranks, self._node.kept)]
         why = self._node.call_until_heard("reserve", ALLOCATION_TIMEOUT, sizes=sizes[0], kept=sizes[1])
         if why is not None:

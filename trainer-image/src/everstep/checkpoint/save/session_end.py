@@ -1,4 +1,4 @@
-"""Let a rank leave a session: rank 0, which holds the board, after all others, and nobody after one that is lost."""
+"""Let a rank leave a session: rank 0, which holds the key-value store, after all others, no rank after a lost one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent, Events
-from everstep.checkpoint.ranks.kv_store import AgreementLost
 from everstep.checkpoint.save.outcomes import SaveFailed, SaveOutcomes
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.save.step_agreement import Agreement
+from everstep.coordination.errors import KVStoreLost
 
 _BRIEF = 2.0  # seconds that telling it may take after an error
 _LOOK = 0.25  # seconds between two looks for ranks that are lost
@@ -105,7 +105,7 @@ class SessionEnd:
             raise exited
 
     def leave_briefly(self) -> None:
-        """Leave after an error: nobody is waited for, not even a board that does not answer."""
+        """Leave after an error: nobody is waited for, not even a store that does not answer."""
 
         def tell_end() -> None:
             with contextlib.suppress(CheckpointError):
@@ -136,7 +136,7 @@ class SessionEnd:
     def _say_goodbye(self, hear: Callable[[], None], world: int, timeout_seconds: float) -> None:
         """Leave in order. Rank 0 waits for the others, which may have more to do before they close than it has."""
         self._outcomes.guard(lambda: self._node.call_until_heard("bye"))
-        with contextlib.suppress(AgreementLost):
+        with contextlib.suppress(KVStoreLost):
             self._tell_end()
             if self._agreement.leads:
                 self._wait_for_others(hear, world, timeout_seconds)

@@ -3,7 +3,7 @@
 At a save they tell each other whether the plan still is that of their states (ask_all), so that it is made anew by all
 or by none.
 
-Decisions are numbered. Decision *i* is made by rank 0 one step before its boundary and left on the board; every rank
+Decisions are numbered. Decision *i* is made by rank 0 one step before its boundary and left in the store; every rank
 reads it when it reaches the boundary, and learns there which step the next boundary is (about a second of steps later).
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.ranks.kv_store import AgreementLost, KVStore
-from everstep.checkpoint.ranks.message_series import MessageSeries
+from everstep.checkpoint.errors import AgreementLost, CheckpointError
+from everstep.coordination.kv_store import KVStore
+from everstep.coordination.message_series import MessageSeries
 
 PERIOD = 1.0  # seconds between two boundaries
 MOST_CALLS = 100  # between two boundaries: a run that slows down suddenly still asks soon
@@ -97,15 +97,15 @@ Waiting = Callable[[float], float | None]
 class Agreement:
     """One rank's view. `patience`: seconds that a rank waits at a boundary without a sign of rank 0."""
 
-    def __init__(self, board: KVStore, rank: int, patience: float) -> None:
+    def __init__(self, kv_store: KVStore, rank: int, patience: float) -> None:
         self.boundary = 0
-        self._board = board
+        self._kv_store = kv_store
         self._rank = rank
         self._patience = patience
         self._number = 0
-        self._decisions = MessageSeries(board, "d", rank == 0)
-        self._answers = MessageSeries(board, "x", rank == 0)
-        self._verdicts = MessageSeries(board, "a", rank == 0)
+        self._decisions = MessageSeries(kv_store, "d", rank == 0)
+        self._answers = MessageSeries(kv_store, "x", rank == 0)
+        self._verdicts = MessageSeries(kv_store, "a", rank == 0)
         self._pace = Pace()
         self._made: SaveDecision | None = None
 
@@ -170,7 +170,7 @@ class Agreement:
     def end(self) -> None:
         """Take no more part in decisions, on rank 0: whoever waits for a decision need not."""
         if self.leads:
-            self._board.leave(_ENDED, True)
+            self._kv_store.leave(_ENDED, True)
 
     def ask_all(self, number: int, says: bool, waiting: Waiting, find_reason: Callable[[], str | None]) -> bool:
         """Tell whether any rank says so; all ranks ask at the same save, and get the same answer.
@@ -187,16 +187,16 @@ class Agreement:
         """
         name = self._verdicts.get_name(number)
         if says:
-            self._board.count(f"{name}/yes", 1)
-        said = self._board.count(f"{name}/said", 1)
+            self._kv_store.count(f"{name}/yes", 1)
+        said = self._kv_store.count(f"{name}/said", 1)
         if not self.leads:
             verdict = self._await(name, waiting)
         else:
             why = self._wait_for_all(name, said, find_reason)
-            verdict = {"why": why, "yes": self._board.count(f"{name}/yes") > 0}
+            verdict = {"why": why, "yes": self._kv_store.count(f"{name}/yes") > 0}
             self._verdicts.leave(number, verdict)
             for over in (f"{name}/yes", f"{name}/said"):
-                self._board.remove(over)
+                self._kv_store.remove(over)
         self._verdicts.mark_read(number)
         if verdict["why"]:
             raise NotAsked(verdict["why"])
@@ -204,16 +204,16 @@ class Agreement:
 
     def _wait_for_all(self, name: str, said: int, find_reason: Callable[[], str | None]) -> str | None:
         began, pause = time.monotonic(), _FIRST_PAUSE
-        while said < self._board.ranks:
+        while said < self._kv_store.ranks:
             if (why := find_reason()) is not None:
                 return why
             if (waited := time.monotonic() - began) > self._patience:
-                missing = self._board.ranks - said
-                return f"{missing} of {self._board.ranks} ranks have not come to this save in {waited:.3g} s"
+                missing = self._kv_store.ranks - said
+                return f"{missing} of {self._kv_store.ranks} ranks have not come to this save in {waited:.3g} s"
             self.busy()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-            said = self._board.count(f"{name}/said")
+            said = self._kv_store.count(f"{name}/said")
         return None
 
     def _decide(self, step: int, choose: ChooseEarly) -> None:
@@ -232,25 +232,25 @@ class Agreement:
 
     def busy(self) -> None:
         """Show, on rank 0, now and then while it waits for a store, that it lives: the others' patience begins anew."""
-        self._board.count("busy", 1)
+        self._kv_store.count("busy", 1)
 
     def _await(self, name: str, waiting: Waiting) -> Any:
         began = sign = time.monotonic()
         pause = waiting(0.0) or _LOOK
         signs: int | None = None
         while (waited := time.monotonic() - sign) < self._patience:
-            found = self._board.read(name, max(0.001, min(pause, self._patience / 4, self._patience - waited)))
+            found = self._kv_store.read(name, max(0.001, min(pause, self._patience / 4, self._patience - waited)))
             if found is not None:
                 return found
             pause = waiting(time.monotonic() - began) or _LOOK
-            if self._board.read(_ENDED) is not None and (found := self._board.read(name)) is None:
+            if self._kv_store.read(_ENDED) is not None and (found := self._kv_store.read(name)) is None:
                 raise AgreementLost(
                     f"rank 0 has ended its session while this rank waits for its decision ({name}): call step() and "
                     "save() equally often on all ranks"
                 )
             if found is not None:
                 return found
-            before, signs = signs, self._board.count("busy")
+            before, signs = signs, self._kv_store.count("busy")
             if before not in (None, signs):
                 sign = time.monotonic()
         raise AgreementLost(f"rank 0 has not decided in {self._patience:g} s whether to save ({name})")

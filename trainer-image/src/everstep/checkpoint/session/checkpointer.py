@@ -17,11 +17,7 @@ from everstep.checkpoint.format.user_metadata import pack_metadata
 from everstep.checkpoint.peers.discovery import serve_reads
 from everstep.checkpoint.publish import attempts, fence
 from everstep.checkpoint.ranks import topology
-from everstep.checkpoint.ranks.arrivals import Arrivals
-from everstep.checkpoint.ranks.host_group import close_host_group, open_host_group
-from everstep.checkpoint.ranks.kv_store import KVStore, LocalKVStore, SharedKVStore
-from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
-from everstep.checkpoint.restore.consensus import RestoreConsensus
+from everstep.checkpoint.ranks.host_group import open_host_group
 from everstep.checkpoint.restore.options import RestoreOptions
 from everstep.checkpoint.restore.restorer import Restored, Restorer
 from everstep.checkpoint.save.outcomes import SaveFailed
@@ -46,6 +42,9 @@ from everstep.checkpoint.state.casting import Cast, Casts
 from everstep.checkpoint.state.inference_mode import making_normal_tensors
 from everstep.checkpoint.state.loader_samplers import warn_of_random_samplers
 from everstep.checkpoint.state.rng import GENERATORS, add_generators
+from everstep.coordination.arrivals import Arrivals
+from everstep.coordination.consensus import Consensus
+from everstep.coordination.kv_store import KVStore, SharedKVStore
 from everstep.keywords import explain_keywords
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
@@ -119,10 +118,10 @@ class Checkpointer:
         self._has_restored = False
         self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
         rank, timeout = self._topology.rank, asked.times.timeout
-        self._board: KVStore = SharedKVStore.open(self._group, timeout) if self._group is not None else LocalKVStore()
-        self._agreement = Agreement(self._board, rank, timeout)
-        self._arrivals = Arrivals(self._board, rank, self._group)
-        self._vote = RestoreConsensus(self._board, rank, self._topology.world, timeout)
+        self._kv_store: KVStore = SharedKVStore.open(self._group, timeout)
+        self._agreement = Agreement(self._kv_store, rank, timeout)
+        self._arrivals = Arrivals(self._kv_store, self._group)
+        self._consensus = Consensus(self._kv_store, rank, self._topology.world, timeout, purpose="during the restore")
 
     # ---- a script's calls
 
@@ -164,14 +163,14 @@ class Checkpointer:
 
         with self._arrivals.naming_absent("restore()"):
             check_source_ranks(everything, self._group)
-            options = run_on_all_ranks(check, self._group)
+            options = self._group.run_on_all_ranks(check)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
         with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
             restorer = Restorer(
                 everything,
                 self.store,
                 self._topology,
-                self._vote,
+                self._consensus,
                 self._directory,
                 peers=peers,
                 attempt=self._given,
@@ -202,7 +201,7 @@ class Checkpointer:
         if self._pilot is None and not self._has_restored:
             keep = self._asked.keep_last
             with self._arrivals.naming_absent("track()"):
-                run_on_all_ranks(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep)), self._group)
+                self._group.run_on_first_rank(lambda: claiming.check_is_empty(self.store, keep))
             self._seen = claiming.LastSeen(None, None)
         self._track(objects)
 
@@ -318,8 +317,7 @@ class Checkpointer:
                 self._pilot.saver.close()
             if self._node is not None:
                 self._node.close()
-            group, self._group = self._group, None
-            close_host_group(group)
+            self._group.close()
 
     def __enter__(self) -> Self:
         return self
@@ -369,7 +367,7 @@ class Checkpointer:
             saver=saver,
             node=node,
             agreement=self._agreement,
-            board=self._board,
+            kv_store=self._kv_store,
             trigger=self._trigger,
             attempt=Attempt.parse(node.config.attempt),
             events=self._events,
@@ -388,7 +386,7 @@ class Checkpointer:
         saver = Saver(self._objects, self._topology, self._group, node, self._how)
         saver.note = self._note
         try:
-            run_on_all_ranks(saver.prepare, self._group)
+            self._group.run_on_all_ranks(saver.prepare)
         except BaseException:
             saver.close()
             raise
@@ -419,6 +417,3 @@ class Checkpointer:
     def _learn_failures(self) -> None:
         if self._trigger.auto and self._asked.times.time_between_failures is None:
             self._trigger.between_failures = estimate_mean_time_between_failures(*claiming.read_history(self.store))
-
-    def _first(self, make: Any) -> Any:
-        return make() if self._topology.rank == 0 else None

@@ -13,22 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.catalog.leases import find_time
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.format.keys import MANIFESTS, Attempt, Key
 from everstep.checkpoint.peers.discovery import connect_peers
 from everstep.checkpoint.publish import attempts
-from everstep.checkpoint.ranks.collectives import broadcast_from_first, gather_objects
-from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
 from everstep.checkpoint.ranks.topology import Topology
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.writer import control
 from everstep.checkpoint.writer.control import WriterConfig
+from everstep.coordination.group import RankGroup
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -59,7 +56,7 @@ def claim_node(
     given: Attempt | None,
     seen: LastSeen | None,
     topology: Topology,
-    group: dist.ProcessGroup | None,
+    group: RankGroup,
     directory: Path,
     *,
     linger_seconds: float,
@@ -74,7 +71,7 @@ def claim_node(
         given: The attempt that the run was given, if any.
         seen: What the session saw when it restored; None where it starts over, whatever there is.
         topology: This rank's place in the run.
-        group: All ranks; None for one process.
+        group: All ranks.
         directory: Of this node's slots.
         linger_seconds: How long a writer stays whose ranks are gone.
         keeps_copies: Whether each node keeps copies of another one's slots.
@@ -89,16 +86,14 @@ def claim_node(
             restored, which what it saves would push out; see claim_attempt.
     """
 
-    def claim_on_first() -> tuple[str, str]:
-        if topology.rank != 0:
-            return "", ""  # rank 0's is told to all
+    def claim_on_first() -> tuple[str, str, str]:
         learn()
-        return claim_attempt(store, given, identity, None if seen is None else seen.restored)
+        restored = None if seen is None else seen.restored
+        return *claim_attempt(store, given, identity, restored), secrets.token_hex(32)
 
-    machines, hosts = zip(*gather_objects((attempts.identify_machine(), socket.gethostname()), group), strict=True)
+    machines, hosts = zip(*group.gather((attempts.identify_machine(), socket.gethostname())), strict=True)
     identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(dict.fromkeys(machines)))
-    claimed = run_on_all_ranks(claim_on_first, group)
-    (token, run), secret = broadcast_from_first((claimed, secrets.token_hex(32)), group)
+    token, run, secret = group.run_on_first_rank(claim_on_first)
     config = WriterConfig(
         url=store.url,
         attempt=token,
@@ -112,13 +107,13 @@ def claim_node(
         **settings,
     )
     # First what may keep a writer from starting, which one rank of its node alone hears: the others would wait for it.
-    run_on_all_ranks(lambda: control.ensure_writer(directory, linger_seconds) if topology.local == 0 else None, group)
-    node = run_on_all_ranks(lambda: WriterConnection(directory, config, topology.local, linger_seconds), group)
+    group.run_on_all_ranks(lambda: control.ensure_writer(directory, linger_seconds) if topology.local == 0 else None)
+    node = group.run_on_all_ranks(lambda: WriterConnection(directory, config, topology.local, linger_seconds))
     if seen is not None:
         try:
             # Only now: the run that had the node may have saved for as long as it was waited for.
-            run_on_all_ranks(
-                lambda: _check_nothing_newer(store, seen, given, identity, topology, directory, config), group
+            group.run_on_all_ranks(
+                lambda: _check_nothing_newer(store, seen, given, identity, topology, directory, config)
             )
         except BaseException:
             with suppress(CheckpointError):
@@ -129,7 +124,7 @@ def claim_node(
         try:
             found = connect_peers(node.port or 0, config.secret, topology, group)
             settled = replace(config, keeper=found.addresses[found.keeper])
-            run_on_all_ranks(lambda: node.settle(settled, found.kept), group)
+            group.run_on_all_ranks(lambda: node.settle(settled, found.kept))
         except BaseException:
             node.close()
             raise
@@ -179,7 +174,7 @@ def check_is_empty(store: Store, keep_last: int) -> None:
     if newest is not None:
         raise CheckpointError(
             f"{store.url} holds a checkpoint of step {newest.step} (attempt {newest.attempt}), and track() "
-            "would begin without it: call restore(…) with the same objects to go on from there, or start_over(…) "
+            "would begin without it: call restore(…) with the same objects to continue from there, or start_over(…) "
             f"to leave it behind; it is removed then when {keep_last} newer ones are saved"
         )
 
@@ -228,8 +223,8 @@ def _check_nothing_newer(
         _log.warning("%s, by an earlier attempt of this job, which is over: it is left behind", what)
         return
     raise CheckpointError(
-        f"{what}, by another run or by an earlier one that had not ended: what this session saves would push it out. "
-        "Start this run again, and it goes on from there"
+        f"{what}, by another run or by an earlier one that had not ended: a save of this session would replace it as "
+        "the newest. Start this run again; it continues from there"
     )
 
 
@@ -251,6 +246,6 @@ def _check_goes_on(store: Store, token: Attempt, restored: Key | None) -> None:
     if newer:
         began = "the run starts over" if restored is None else f"step {start} was restored"
         raise CheckpointError(
-            f"{began}, and attempt {token} has saved step {newer[0].step} already: what is saved now would be "
-            "older. Go on as a later attempt: without attempt=, or with a greater generation"
+            f"{began}, and attempt {token} has saved step {newer[0].step} already: a save now would be "
+            "older. Continue as a later attempt: without attempt=, or with a greater generation"
         )

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from everstep.checkpoint.host.paths import make_absolute
-from everstep.checkpoint.ranks.run_on_all_ranks import run_on_all_ranks
 from everstep.checkpoint.ranks.topology import Topology, find_place
 from everstep.checkpoint.session.options import SessionArguments
 from everstep.checkpoint.slots.slots import default_directory, default_memory
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.coordination.group import RankGroup
 
 
-def open_places(asked: SessionArguments, topology: Topology, group: dist.ProcessGroup | None) -> tuple[Store, Path]:
+def open_places(asked: SessionArguments, topology: Topology, group: RankGroup) -> tuple[Store, Path]:
     """Open the store, and find the directory of this node's slots. Collective.
 
     Args:
         asked: The arguments of the session.
         topology: The place of this rank in the run.
-        group: All ranks; None for one process.
+        group: All ranks.
 
     Returns:
         The store and the directory.
@@ -34,6 +32,6 @@ def open_places(asked: SessionArguments, topology: Topology, group: dist.Process
         own = None if named is None else make_absolute(named, "MemoryOptions.directory")
         return open_store(asked.store, **dict(asked.storage.options or {})), default_memory(), own
 
-    store, shared, own = run_on_all_ranks(open_both, group)  # else others wait for one that cannot
+    store, shared, own = group.run_on_all_ranks(open_both)  # else others wait for one that cannot
     place = find_place(topology, shared, group)
     return store, own if own is not None else default_directory(store.url, place)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from everstep.checkpoint.errors import CheckpointError, RankLost
+from everstep.checkpoint.errors import CheckpointError, CheckpointRankLost
 from everstep.checkpoint.format.keys import Attempt
 from everstep.checkpoint.writer import control
 from everstep.checkpoint.writer.control import WriterConfig
@@ -64,7 +64,7 @@ class Membership:
 
         Raises:
             CheckpointError: One has ended its session.
-            RankLost: One has lost its connection.
+            CheckpointRankLost: One has lost its connection.
         """
         absent = self.known - set(present)
         if ended := sorted(ranks[local] for local in absent & self.gone):
@@ -73,7 +73,7 @@ class Membership:
                 "equally often on all ranks"
             )
         if absent:
-            raise RankLost([ranks[local] for local in sorted(absent)], LEFT_EARLY)
+            raise CheckpointRankLost([ranks[local] for local in sorted(absent)], LEFT_EARLY)
 
     async def wait_for_place(self, connection: asyncio.StreamWriter, config: WriterConfig, local: int) -> None:
         """Wait until nobody else has what this rank asks for: the node, if it is of another run, else its place in it.

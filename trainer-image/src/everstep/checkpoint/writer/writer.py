@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.errors import CheckpointError, NoSlot, RankLost
+from everstep.checkpoint.errors import CheckpointError, CheckpointRankLost, NoSlot
 from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.peers.peer_server import PeerServer
 from everstep.checkpoint.peers.replica_sender import Copier
@@ -248,7 +248,7 @@ class Writer:
         local = lost.local
         for key in self._filling.without(local, writer):
             rank = self._config.ranks[local]
-            self._give_up(key, f"{RankLost([rank], LEFT_EARLY)}")
+            self._give_up(key, f"{CheckpointRankLost([rank], LEFT_EARLY)}")
 
     # ---- a save
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from everstep.coordination.heartbeat import Heartbeat
 from everstep.pipeline.engine.agreement import (
     ACCUMULATE,
     CLIP,
@@ -26,7 +27,6 @@ from everstep.pipeline.engine.agreement import (
 from everstep.pipeline.engine.batchnorm import RunningStatistics
 from everstep.pipeline.engine.casts import forget_stale_casts, share_casts
 from everstep.pipeline.engine.clipping import clip_gradients
-from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.engine.losses import Loss, LossPart, Total, compute_loss
 from everstep.pipeline.engine.mail import P2PMessenger
 from everstep.pipeline.engine.microbatch import Parts, compute_bounds, select_arguments, split_batch
@@ -148,7 +148,7 @@ class Engine:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
         self._require_open()
         if self._batches:
-            raise PipelineError("the batches of a step are being added up: end it before an evaluation")
+            raise PipelineError("a step still accumulates batches: end it before an evaluation")
         self._total = Total()
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
@@ -296,7 +296,7 @@ class Engine:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
         self._require_open()
         if self._batches:
-            raise PipelineError("the batches of a step are being added up: end it before its gradients are clipped")
+            raise PipelineError("a step still accumulates batches: end it before its gradients are clipped")
         place = self.transport.replica * self.transport.size + self.rank
         counted = self.parameters.counted_here
 
@@ -379,7 +379,7 @@ class Engine:
     @contextlib.contextmanager
     def aborting(self) -> Iterator[None]:
         """Around what waits for others: when it fails, all hear why, and nobody waits for this rank.
-        PipelineRankLost in the place of a TransportError, if somebody was lost."""
+        RankLost in the place of a TransportError, if somebody was lost."""
         try:
             yield
         except Disagreement:

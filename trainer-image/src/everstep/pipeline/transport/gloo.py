@@ -221,7 +221,7 @@ class ProcessGroups:
         return self.grid.processes[self.replica][rank]
 
     def _explained(self) -> contextlib.AbstractContextManager[None]:
-        return self._meet.explained()
+        return self._meet.naming_errors()
 
 
 @dataclass

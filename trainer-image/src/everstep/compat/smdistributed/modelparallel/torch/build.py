@@ -85,7 +85,7 @@ def build_step(asked: StepRequest, now: SmpState) -> BuiltStep:
         PipelineError: The module cannot be cut, or not into as many stages as there are processes in a pipeline.
     """
     control = Control(EngineOptions.timeout)
-    seed = int(control.first(lambda: str(torch.initial_seed())))
+    seed = control.run_on_first_rank(torch.initial_seed)
     terms = negotiate(control, _make_request(asked, now, seed))
     now.tracing = True
     try:

@@ -20,10 +20,11 @@ def find_host_address() -> str:
         return given
     rank0 = os.environ.get("MASTER_ADDR")
     for target in [rank0] if rank0 else _ANYBODY:
-        for family, kind, protocol, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
-                probe.connect(address)  # sends nothing
-                return str(probe.getsockname()[0])
+        with contextlib.suppress(OSError):  # its name may be unknown here
+            for family, kind, protocol, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+                    probe.connect(address)  # sends nothing
+                    return str(probe.getsockname()[0])
     with contextlib.suppress(OSError):  # no network: a name that only this machine knows, if it does
         socket.getaddrinfo(socket.gethostname(), None)
         return socket.gethostname()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -9,14 +10,15 @@ import secrets
 import socket
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.ranks import address
-from everstep.checkpoint.ranks.bounded_calls import BoundedCalls
-from everstep.checkpoint.ranks.collectives import broadcast_from_first
+from everstep.coordination import address
+from everstep.coordination.bounded_calls import BoundedCalls
+from everstep.coordination.errors import ErrorTypes
+from everstep.coordination.group import RankGroup
 
 _PIECE = 4 << 20  # bytes; a TCPStore hangs up on who brings it more than 8 MiB at once
 _PACKED = b"z"  # no JSON begins like that
@@ -26,16 +28,17 @@ _PATIENCE = 300.0  # seconds
 _LOOKS_AT_ONCE = 8  # without a pause
 
 
-class AgreementLost(CheckpointError):
-    """Rank 0 cannot be reached, or has not decided in time: this rank cannot know what the others save."""
-
-
 class KVStore(Protocol):
-    """Messages by name; each is left once and stays until it is removed. Everything may raise AgreementLost."""
+    """Messages by name; each is left once and stays until it is removed. Everything may raise KVStoreLost."""
 
     @property
     def ranks(self) -> int:
         """Return how many ranks share this store."""
+        ...
+
+    @property
+    def errors(self) -> ErrorTypes:
+        """Return the errors that are raised by this store, and by what is built on it."""
         ...
 
     def leave(self, name: str, message: Any) -> None:
@@ -56,9 +59,10 @@ class KVStore(Protocol):
 
 
 class LocalKVStore:
-    """The board of a run with one process."""
+    """The store of a run with one process."""
 
     ranks = 1
+    errors = ErrorTypes()
 
     def __init__(self) -> None:
         self._messages: dict[str, Any] = {}
@@ -80,42 +84,64 @@ class LocalKVStore:
 
 
 class SharedKVStore:
-    """The board of a run with several: a TCPStore that rank 0 hosts at a port of its own (see open()), or any other.
+    """The store of a run with several: a TCPStore that rank 0 hosts at a port of its own (see open()), or any other.
 
     Names begin with a secret that is told by one broadcast, since a TCPStore asks nobody who they are.
+
+    Args:
+        store: Where the messages are.
+        secret: What names begin with.
+        ranks: The number of ranks that share it.
+        timeout_seconds: How long one call may take: a TCPStore whose host was stopped would never answer.
+        errors: The errors that are raised.
     """
 
-    def __init__(self, store: dist.Store, secret: str, ranks: int, timeout: float = _PATIENCE) -> None:
-        """`timeout`: in seconds; a TCPStore whose host was stopped would never answer."""
+    def __init__(
+        self,
+        store: dist.Store,
+        secret: str,
+        ranks: int,
+        timeout_seconds: float = _PATIENCE,
+        errors: ErrorTypes | None = None,
+    ) -> None:
         self.ranks = ranks
+        self.errors = errors or ErrorTypes()
         self._store = store
         self._secret = secret
-        self._calls = BoundedCalls(timeout)
+        self._calls = BoundedCalls(timeout_seconds)
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup, timeout: float) -> SharedKVStore:
-        """Collective over `group` (gloo), all ranks of the run. `timeout`: in seconds, to connect and for an answer."""
-        limit = datetime.timedelta(seconds=timeout)
+    def open(cls, group: RankGroup, timeout_seconds: float) -> KVStore:
+        """Open the store of a group: hosted by rank 0, or local where the group is one process. Collective.
+
+        Args:
+            group: All ranks of the run.
+            timeout_seconds: How long it takes to connect, and then one call, at most.
+
+        Raises:
+            KVStoreLost: Rank 0 cannot be reached.
+        """
+        if group.size == 1:
+            return LocalKVStore()
+        limit = datetime.timedelta(seconds=timeout_seconds)
         given = os.environ.get("MASTER_ADDR") or ""
         told: tuple[str, str, int, str] = ("", "", 0, "")
-        if dist.get_rank() == 0:
+        if group.rank == 0:
             store = dist.TCPStore(given or "localhost", 0, is_master=True, wait_for_workers=False, timeout=limit)
             told = (given or address.find_host_address(), socket.gethostname(), store.port, secrets.token_hex(16))
-        host, machine, port, secret = broadcast_from_first(told, group)
-        if dist.get_rank() != 0:
+        host, machine, port, secret = group.broadcast(told)
+        if group.rank != 0:
             if not given and machine == socket.gethostname():
                 host = "localhost"  # it may have no network
-            try:
-                store = BoundedCalls(timeout).run(
+            with _naming_lost_store(group.errors):
+                store = BoundedCalls(timeout_seconds).run(
                     dist.TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=limit
                 )
-            except (RuntimeError, TimeoutError) as error:
-                raise _make_agreement_lost(error) from error
-        return cls(store, secret, dist.get_world_size(group), timeout)
+        return cls(store, secret, group.size, timeout_seconds, group.errors)
 
     def leave(self, name: str, message: Any) -> None:
         full, data = f"{self._secret}/{name}", json.dumps(message).encode()
-        try:
+        with _naming_lost_store(self.errors):
             if len(data) > _PIECE:
                 packed = zlib.compress(data, 1)
                 starts = range(0, len(packed), _PIECE)
@@ -123,13 +149,11 @@ class SharedKVStore:
                     self._calls.run(self._store.set, f"{full}/{i}", packed[start : start + _PIECE])
                 data = _PACKED + b"%d" % len(starts)  # last: who sees it finds the pieces
             self._calls.run(self._store.set, full, data)
-        except (RuntimeError, TimeoutError) as error:
-            raise _make_agreement_lost(error) from error
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
         full = f"{self._secret}/{name}"
         until, pause, looks = time.monotonic() + timeout, _FIRST_PAUSE, 0
-        try:
+        with _naming_lost_store(self.errors):
             while not self._calls.run(self._store.check, [full]):
                 if (left := until - time.monotonic()) <= 0:
                     return None
@@ -138,24 +162,18 @@ class SharedKVStore:
                     time.sleep(min(pause, left))
                     pause = min(_GROWTH * pause, _LONGEST_PAUSE)
             return self._found(full)
-        except (RuntimeError, TimeoutError) as error:
-            raise _make_agreement_lost(error) from error
 
     def remove(self, name: str) -> None:
         full = f"{self._secret}/{name}"
-        try:
+        with _naming_lost_store(self.errors):
             if self._calls.run(self._store.check, [full]):
                 pieces = self._pieces(full, self._get(full))
                 for each in (full, *pieces):
                     self._calls.run(self._store.delete_key, each)
-        except (RuntimeError, TimeoutError) as error:
-            raise _make_agreement_lost(error) from error
 
     def count(self, name: str, more: int = 0) -> int:
-        try:
+        with _naming_lost_store(self.errors):
             return int(self._calls.run(self._store.add, f"{self._secret}/{name}", more))
-        except (RuntimeError, TimeoutError) as error:
-            raise _make_agreement_lost(error) from error
 
     def _found(self, full: str) -> Any:
         data = self._get(full)
@@ -170,5 +188,11 @@ class SharedKVStore:
         return [f"{full}/{i}" for i in range(int(data[1:]))] if data.startswith(_PACKED) else []
 
 
-def _make_agreement_lost(error: RuntimeError | TimeoutError) -> AgreementLost:
-    return AgreementLost(f"rank 0, which decides when to save, cannot be reached: {str(error).splitlines()[0]}")
+@contextlib.contextmanager
+def _naming_lost_store(errors: ErrorTypes) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        raise errors.store_lost(
+            f"rank 0, which decides for all, cannot be reached: {str(error).splitlines()[0]}"
+        ) from error

@@ -22,21 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Address = tuple[str, int]
+from everstep.coordination.errors import RankLost
 
+Address = tuple[str, int]
 
 _AT_ONCE = 64  # ranks that are told of a loss at the same time
 _LONGEST = 1 << 16  # bytes without a new line: not of this job
 _STRANGERS = 64  # connections that have said nothing of this job yet; the oldest gives way
 _CODE = 2 * hashlib.sha256().digest_size  # characters before a word
-
-
-class PipelineRankLost(RuntimeError):
-    """A process of the job is gone, stands still, has failed or has left too early; the same `rank` on all others."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} {why}; all ranks have to be started again")
-        self.rank, self.why = rank, why
 
 
 @dataclass
@@ -59,7 +52,7 @@ class Heartbeat:
         rank: int,
         timeout: float,
         progress: Callable[[], int] = lambda: 0,
-        on_lost: Callable[[PipelineRankLost], None] = lambda error: None,
+        on_lost: Callable[[RankLost], None] = lambda error: None,
         host: str = "127.0.0.1",
     ) -> None:
         self.rank, self.timeout = rank, timeout
@@ -76,7 +69,7 @@ class Heartbeat:
         self._next: socket.socket | None = None
         self._before: tuple[float, int] = (0.0, 0)  # when the predecessor was last heard, and how far it was
         self._left: int | None = None  # the passes after which it left
-        self._lost: PipelineRankLost | None = None
+        self._lost: RankLost | None = None
         self._known, self._ending = threading.Event(), threading.Event()
         self._heard, self._joined, self._told = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="everstep-heartbeat", daemon=True)
@@ -100,7 +93,7 @@ class Heartbeat:
         self._thread.start()
 
     def joined(self) -> None:
-        """Wait until this rank is heard by its successor and hears its predecessor; raise PipelineRankLost if a rank is
+        """Wait until this rank is heard by its successor and hears its predecessor; raise RankLost if a rank is
         lost."""
         while not self._joined.wait(0.02):
             if (lost := self.lost()) is not None:
@@ -110,12 +103,12 @@ class Heartbeat:
         """Set the functions that return this rank's progress and its number of passes from now on."""
         self._progress, self._passes = progress, passes
 
-    def lost(self, wait: float = 0.0) -> PipelineRankLost | None:
+    def lost(self, wait: float = 0.0) -> RankLost | None:
         """Return the rank that is lost, as far as that is known within `wait` seconds, else None."""
         self._known.wait(wait)
         return self._lost
 
-    def explain(self) -> PipelineRankLost | None:
+    def explain(self) -> RankLost | None:
         """Return the rank that is lost after something went wrong between ranks, or None if all have been heard
         since."""
         return self.lost(self.timeout + 1.0)
@@ -124,7 +117,7 @@ class Heartbeat:
         """Tell all others that this rank cannot go on, and why; do nothing if a rank was lost before."""
         if self._lost is None and self._thread.is_alive():
             first = (str(error).splitlines() or [""])[0][:300]
-            lost = PipelineRankLost(self.rank, f"failed: {type(error).__name__}{': ' if first else ''}{first}")
+            lost = RankLost([self.rank], f"failed: {type(error).__name__}{': ' if first else ''}{first}")
             self._tell_all(lost)
             if self._lost is None:
                 self._lost = lost
@@ -253,7 +246,7 @@ class Heartbeat:
             self._before = float("inf"), self._before[1]
             peer.rank = -1
         elif "lost" in word:
-            self._settle(PipelineRankLost(int(word["lost"]), str(word["why"])))
+            self._settle(RankLost([int(word["lost"])], str(word["why"])))
         return True
 
     def _code(self, to: int, text: bytes) -> bytes:
@@ -265,12 +258,12 @@ class Heartbeat:
         return self._code(to, text) + text + b"\n"
 
     def _name(self, rank: int, why: str) -> None:
-        lost = PipelineRankLost(rank, why)
+        lost = RankLost([rank], why)
         self._tell_all(lost)
         self._settle(lost)
 
-    def _tell_all(self, lost: PipelineRankLost) -> None:
-        others = [rank for rank in range(len(self._ring)) if rank not in (lost.rank, self.rank)]
+    def _tell_all(self, lost: RankLost) -> None:
+        others = [rank for rank in range(len(self._ring)) if rank not in (*lost.ranks, self.rank)]
         for start in range(0, len(others), _AT_ONCE):
             self._tell_these(others[start : start + _AT_ONCE], _encode_lost_rank(lost))
 
@@ -297,7 +290,7 @@ class Heartbeat:
                             continue
                     waiting.unregister(key.fileobj)
 
-    def _settle(self, lost: PipelineRankLost) -> None:
+    def _settle(self, lost: RankLost) -> None:
         if self._lost is None:
             self._lost = lost
             self._known.set()
@@ -334,8 +327,8 @@ class Heartbeat:
             self._next.close()
 
 
-def _encode_lost_rank(lost: PipelineRankLost) -> dict[str, Any]:
-    return {"lost": lost.rank, "why": lost.why}
+def _encode_lost_rank(lost: RankLost) -> dict[str, Any]:
+    return {"lost": lost.ranks[0], "why": lost.why}
 
 
 def _get_address_family(host: str) -> socket.AddressFamily:

@@ -57,7 +57,7 @@ class BoundedCalls:
 
 def _start_thread() -> tuple[_Calls, threading.Thread]:
     calls: _Calls = queue.SimpleQueue()
-    thread = threading.Thread(target=_work, args=(calls,), name="everstep-board", daemon=True)
+    thread = threading.Thread(target=_work, args=(calls,), name="everstep-kv-store", daemon=True)
     thread.start()
     return calls, thread
 

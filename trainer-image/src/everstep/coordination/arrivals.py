@@ -1,0 +1,157 @@
+"""Record which ranks have come to a place where all must: what waits there does not say for whom.
+
+Gloo says of a rank that never came only that a wait has ended, and of one that died only an address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from everstep.coordination.errors import ErrorTypes, KVStoreLost, RankLost
+from everstep.coordination.group import RankGroup
+from everstep.coordination.kv_store import KVStore, SharedKVStore
+
+_GRACE = 5.0  # seconds in which a rank that is only late still comes
+_SETTLE = 10.0  # seconds for which rank 0, which holds the store, stays for the others
+_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds
+
+_ABSENT = "left before {}, or did not come to it in time"
+
+_meetings: Counter[str] = Counter()  # of this process by their calls: all ranks count alike
+
+
+def find_absent_ranks(store: KVStore, place: str, seconds: float) -> list[int]:
+    """Wait until all ranks have called mark_arrival() for this place, and return those that have not in time."""
+    begun = time.monotonic()
+    # One counter, however many ranks wait: who is absent is asked once.
+    while store.count(place) < store.ranks:
+        waited = time.monotonic() - begun
+        if waited >= seconds:
+            return [rank for rank in range(store.ranks) if not store.count(f"{place}/{rank}")]
+        time.sleep(min(max(_PAUSE, waited / 10), _LONGEST_PAUSE, seconds - waited))
+    return []
+
+
+def mark_arrival(store: KVStore, place: str, rank: int) -> None:
+    """Say that this rank has come to a place."""
+    store.count(f"{place}/{rank}", 1)
+    store.count(place, 1)
+
+
+class RollCall:
+    """One meeting of all processes before there is a group, by the store of the default process group.
+
+    Args:
+        call: The call in which they meet. All processes come to one call equally often.
+        timeout_seconds: How long the store may take to answer.
+    """
+
+    def __init__(self, call: str, timeout_seconds: float) -> None:
+        found = dist.distributed_c10d._get_default_store()
+        _meetings[call] += 1
+        name = f"everstep/{call}/{_meetings[call]}"
+        self._store = SharedKVStore(found, name, dist.get_world_size(), timeout_seconds) if found is not None else None
+
+    def find_missing(self, moment: str, seconds: float) -> list[int]:
+        """Say that this rank has come to a moment of the meeting, and wait for the others.
+
+        Args:
+            moment: The same on all ranks.
+            seconds: How long to wait.
+
+        Returns:
+            The ranks that had not come in time; none if the process group has no store.
+
+        Raises:
+            KVStoreLost: The store cannot be reached.
+        """
+        if self._store is None:
+            return []
+        mark_arrival(self._store, moment, dist.get_rank())
+        return find_absent_ranks(self._store, moment, seconds)
+
+
+def open_group_of_all(call: str, timeout_seconds: float, errors: ErrorTypes) -> RankGroup:
+    """Open the group of all ranks, once all have come to a call. Collective.
+
+    Args:
+        call: What the script calls, for the message.
+        timeout_seconds: How long a rank waits for the others, here and in each collective.
+        errors: See RankGroup.
+
+    Raises:
+        RankLost: With the ranks that did not come in time.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        try:
+            absent = RollCall(call, timeout_seconds).find_missing("came", timeout_seconds)
+        except KVStoreLost as error:
+            raise errors.lost([0], f"cannot be reached in {call}") from error
+        if absent:
+            raise errors.lost(absent, _ABSENT.format(call))
+    return RankGroup.open(timeout_seconds, errors)
+
+
+class Arrivals:
+    """One rank's side. All ranks come to the same calls in the same order."""
+
+    def __init__(self, store: KVStore, group: RankGroup) -> None:
+        self._store = store
+        self._group = group
+        self._number = 0
+
+    @contextlib.contextmanager
+    def naming_absent(self, call: str) -> Iterator[None]:
+        """Say that this rank has come, and name those that have not where a collective within loses a rank.
+
+        Args:
+            call: What the script calls, for the message.
+
+        Raises:
+            RankLost: With the ranks that died before they came, where it is known which.
+        """
+        name = f"arrived/{self._number}"
+        self._number += 1
+        try:
+            mark_arrival(self._store, name, self._group.rank)
+            self._meet(call)
+            yield
+        except KVStoreLost as error:
+            raise self._group.errors.lost([0], f"cannot be reached in {call}") from error
+        except RankLost as error:
+            if error.ranks:
+                raise
+            if absent := self._find_absent(name):
+                raise self._group.errors.lost(absent, _ABSENT.format(call)) from error
+            raise
+
+    def _meet(self, call: str) -> None:
+        """Have all ranks talk with rank 0, which tells them whom it misses. In other collectives most ranks have
+        nothing to do with the one that died: they wait for those between, or name one of these."""
+        try:
+            came = self._group.gather_bytes(b"")
+            self._group.scatter_bytes(None if came is None else [b""] * len(came))
+        except RankLost as error:
+            if error.ranks:
+                raise self._group.errors.lost(error.ranks, _ABSENT.format(call)) from error
+            raise
+
+    def _find_absent(self, name: str) -> list[int]:
+        try:
+            absent = find_absent_ranks(self._store, name, _GRACE)
+            self._settle(f"{name}/heard", self._store.ranks - len(absent))
+        except KVStoreLost:
+            return [0]
+        return absent
+
+    def _settle(self, heard: str, present: int) -> None:
+        """Let the others find out before rank 0 ends, and the store with it."""
+        self._store.count(heard, 1)
+        until = time.monotonic() + _SETTLE
+        while self._group.rank == 0 and self._store.count(heard) < present and time.monotonic() < until:
+            time.sleep(_PAUSE)
