@@ -26,7 +26,7 @@ def show(cluster: Cluster) -> None:
     try:
         console.print(_nodes(Kubectl(cluster.kubeconfig, timeout=10).items("nodes")))
     except ClusterError as error:
-        console.print(f"the API server does not answer: {error}")
+        console.print(f"the API server is unavailable: {error}")
     if isinstance(cluster, LocalCluster):
         console.print(_processes(cluster))
 

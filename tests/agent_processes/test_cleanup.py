@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from everstep.agent.system import shared_memory
+
 from .node import Node
 
 pytestmark = pytest.mark.integration
@@ -144,6 +146,20 @@ async def test_slots_of_checkpoints_outlive_a_generation_but_for_those_of_stores
             ["everstep-3", "everstep-4"],
         ]
         assert (slots / "everstep-4" / "0" / "0.part").read_bytes() == b"weights"
+
+
+def test_a_link_among_the_slots_is_as_old_as_itself_and_goes_alone(tmp_path: Path) -> None:
+    slots, elsewhere = tmp_path / "slots", tmp_path / "elsewhere"
+    for age, folder in enumerate((elsewhere, slots / "everstep-1", slots / "everstep-2")):
+        folder.mkdir(parents=True)
+        (folder / "data").write_bytes(b"weights")
+        for path in (folder / "data", folder):
+            os.utime(path, (2e9 - age, 2e9 - age))
+    (slots / "link").symlink_to(elsewhere)
+    os.utime(slots / "link", (1e9, 1e9), follow_symlinks=False)
+    assert shared_memory.clear_shared_memory(None, owns_ipc=False, slots=slots) is None
+    assert sorted(path.name for path in slots.iterdir()) == ["everstep-1", "everstep-2"]
+    assert (elsewhere / "data").exists()
 
 
 @needs_root

@@ -73,7 +73,7 @@ def test_a_call_from_within_a_save_is_refused_and_the_next_save_is_taken(where: 
     asked = [told for told in worlds if told]
     assert asked
     for told in asked:
-        assert told[0].startswith(f"{call}() is called while save() of the same session goes on: a callback")
+        assert told[0].startswith(f"{call}() is called while save() of the same session still runs: a callback")
         assert "Call request()" in told[0]
     assert 6 in steps_in(folder)
     assert 7 not in steps_in(folder)

@@ -56,14 +56,14 @@ def open_relative(rank: int, folder: Path, store: str, memory: str | None, from_
     ("store", "memory", "from_environment", "named"),
     [
         ("store", None, False, "the store store"),
-        ("memory://store", "memory", False, "MemoryOptions.directory memory"),
-        ("memory://store", "memory", True, "the memory for checkpoints memory"),
+        ("{folder}/store", "memory", False, "MemoryOptions.directory memory"),
+        ("{folder}/store", "memory", True, "the memory for checkpoints memory"),
     ],
 )
 def test_relative_paths_are_refused_on_all_ranks_by_name(
     store: str, memory: str | None, from_environment: bool, named: str, folder: Path
 ) -> None:
-    first, second = run(2, open_relative, folder, store, memory, from_environment)
+    first, second = run(2, open_relative, folder, store.format(folder=folder), memory, from_environment)
     assert first == f"rank 1: {second}"
     assert f"{named} is relative to the working directory of process" in second
     assert "give an absolute path" in second

@@ -388,7 +388,7 @@ def test_a_registration_that_somebody_left_at_this_address_is_made_anew(cuda: Ru
 def test_an_address_that_stays_registered_for_others_is_refused(cuda: Runtime) -> None:
     cuda.cudart.refuses = Error.cudaErrorHostMemoryAlreadyRegistered
     staging = choose_staging([on_gpu(torch.ones(2))])
-    with pytest.raises(CheckpointError, match="registered with CUDA by something else"):
+    with pytest.raises(CheckpointError, match="registered with CUDA by other code"):
         staging.adopt(slot())
     staging.close()
 

@@ -125,6 +125,8 @@ def test_a_save_whose_slot_is_removed_meanwhile_fails_at_once_and_the_next_one_i
     """Before, all waited until the limit of a commit."""
     for told, saved in ranks.run(world, remove_during, tmp_path, moment, removal):
         assert len(told) == 1
+        assert saved == [1, 3]
+        if removal == "all of it" and "its writer died before all had copied" in told[0]:
+            continue  # the writer has seen it first, and ended; the next one knows no more
         assert "was removed by another process while the run saved there" in told[0]
         assert str(tmp_path / "memory") in told[0]
-        assert saved == [1, 3]

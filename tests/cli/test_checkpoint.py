@@ -92,13 +92,13 @@ def test_a_checkpoint_that_is_not_there(everstep: Everstep, run: Store, wanted: 
     done = everstep("checkpoint", "show", "run", "--key", wanted)
     assert done.returncode == 3
     assert f"there is no checkpoint {wanted}" in done.stderr
-    assert "there are 0.1-30, 0.1-20, 0.1-10" in done.stderr
+    assert "choose one of 0.1-30, 0.1-20, 0.1-10" in done.stderr
 
 
 def test_what_is_no_key_or_no_store_is_wrong_usage(everstep: Everstep, run: Store) -> None:
     done = everstep("checkpoint", "show", "run", "--key", "last")
     assert done.returncode == 2
-    assert "'last' is no checkpoint" in done.stderr
+    assert "'last' is not a checkpoint" in done.stderr
     done = everstep("checkpoint", "ls", "carrier-pigeon://coop")
     assert done.returncode == 1
     assert "no store serves carrier-pigeon://" in done.stderr
@@ -130,14 +130,14 @@ def test_diff_names_what_differs(everstep: Everstep, run: Store, tmp_path: Path)
     everstep("checkpoint", "copy", "run", "other")
     done = everstep("checkpoint", "diff", "run", "other")
     assert done.returncode == 0
-    assert "hold the same" in done.stderr
+    assert "have the same content" in done.stderr
     assert everstep("checkpoint", "diff", "run").returncode == 2
 
 
 def test_prune_keeps_the_newest_good_one(everstep: Everstep, run: Store, tmp_path: Path) -> None:
     damage(tmp_path / "run", key(30))
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1", "--dry-run")
-    assert (done.returncode, done.stdout) == (0, "0.1-10 would go\n")
+    assert (done.returncode, done.stdout) == (0, "0.1-10 would be removed\n")
     assert len(list_candidates(run)) == 3
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1")
     assert (done.returncode, done.stdout) == (0, "0.1-10 is removed\n")
@@ -146,12 +146,12 @@ def test_prune_keeps_the_newest_good_one(everstep: Everstep, run: Store, tmp_pat
     damage(tmp_path / "run", key(20))
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1")
     assert done.returncode == 3
-    assert "nothing is removed" in done.stderr
+    assert "nothing was removed" in done.stderr
 
 
 def test_prune_takes_how_many_of_the_best_stay(everstep: Everstep, run: Store) -> None:
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1", "--keep-best", "1", "--best-mode", "most")
-    assert (done.returncode, "--best-mode is min or max, not most" in done.stderr) == (2, True)
+    assert (done.returncode, "--best-mode most: give min or max" in done.stderr) == (2, True)
     options = ["--keep-best", "1", "--best-metric", "accuracy", "--best-mode", "max"]
     done = everstep("checkpoint", "prune", "run", "--keep-last", "2", *options)
     assert (done.returncode, done.stdout) == (0, "0.1-10 is removed\n"), "nobody noted this number"
@@ -173,10 +173,10 @@ def test_copy_takes_all_or_one(everstep: Everstep, run: Store, tmp_path: Path) -
     assert everstep("checkpoint", "copy", "run", "all", "--all").returncode == 0
     assert list_candidates(open_store(tmp_path / "all")) == list_candidates(run)
     again = everstep("checkpoint", "copy", "run", "one", "--key", "20")
-    assert (again.returncode, "was there before, and is good" in again.stdout) == (0, True)
+    assert (again.returncode, "exists already, and is good" in again.stdout) == (0, True)
     damage(tmp_path / "one", key(20))
     again = everstep("checkpoint", "copy", "run", "one", "--key", "20")
-    assert (again.returncode, "was not good, and is now" in again.stdout) == (0, True)
+    assert (again.returncode, "was not good, and is repaired" in again.stdout) == (0, True)
     assert everstep("checkpoint", "verify", "one").returncode == 0
 
 
@@ -188,7 +188,7 @@ def test_of_a_step_the_greatest_attempt_that_is_good_is_taken(everstep: Everstep
     assert "0.2-20 is not good" in done.stderr
     done = everstep("checkpoint", "copy", "run", "one", "--key", "20")
     assert done.returncode == 0, done.stderr
-    assert "0.2-20 is passed over" in done.stderr
+    assert "0.2-20 is skipped" in done.stderr
     assert list_candidates(open_store(tmp_path / "one")) == [key(20)]
     done = everstep("checkpoint", "copy", "run", "two", "--key", "0.2-20")
     assert done.returncode == 3
@@ -202,13 +202,13 @@ def test_copy_takes_the_newest_that_is_good_and_of_all_those_that_are(
     damage(tmp_path / "run", key(30))
     done = everstep("checkpoint", "copy", "run", "newest")
     assert (done.returncode, done.stdout.split(" is")[0]) == (0, "0.1-20"), done.stderr
-    assert f"0.1-30 is passed over: {key(30).part_name(1)}: bytes" in done.stderr
+    assert f"0.1-30 is skipped: {key(30).part_name(1)}: bytes" in done.stderr
     assert list_candidates(open_store(tmp_path / "newest")) == [key(20)]
     damage(tmp_path / "run", key(20))
     damage(tmp_path / "run", key(30))  # the same bit again: it is good
     done = everstep("checkpoint", "copy", "run", "every", "--all")
     assert done.returncode == 3
-    assert f"0.1-20 is left out: {key(20).part_name(1)}: bytes" in done.stderr
+    assert f"0.1-20 is skipped: {key(20).part_name(1)}: bytes" in done.stderr
     assert list_candidates(open_store(tmp_path / "every")) == [key(30), key(10)]
     for step in (10, 30):
         damage(tmp_path / "run", key(step))
@@ -223,9 +223,11 @@ def test_show_and_diff_pass_over_what_cannot_be_read(everstep: Everstep, run: St
     (tmp_path / "run" / key(30).manifest_name).write_text("{")
     done = everstep("checkpoint", "show", "run")
     assert "checkpoint  0.1-20" in done.stdout
-    assert "0.1-30 is passed over" in done.stderr
+    assert "0.1-30 is skipped" in done.stderr
     assert everstep("checkpoint", "show", "run", "--key", "30").returncode == 3
-    assert "0.1-20 and 0.1-20 hold the same" in everstep("checkpoint", "diff", "run", "--other-key", "20").stderr
+    assert (
+        "0.1-20 and 0.1-20 have the same content" in everstep("checkpoint", "diff", "run", "--other-key", "20").stderr
+    )
 
 
 def test_a_folder_is_published_and_restored(everstep: Everstep, tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_a_folder_is_published_and_restored(everstep: Everstep, tmp_path: Path) 
     done = everstep("checkpoint", "publish", "checkpoint-7", "store")
     assert (done.returncode, done.stdout) == (0, "checkpoint-7 is published as 0.1-7\n")
     done = everstep("checkpoint", "restore", "store", "back")
-    assert (done.returncode, done.stdout) == (0, "back is 0.1-7 again\n")
+    assert (done.returncode, done.stdout) == (0, "back is restored from 0.1-7\n")
     assert (tmp_path / "back" / "model.bin").read_bytes() == model.read_bytes()
     done = everstep("checkpoint", "restore", "store", "back")
     assert done.returncode == 1

@@ -53,5 +53,5 @@ def test_without_a_cluster_it_says_so(everstep_process: Everstep, monkeypatch: p
     monkeypatch.setenv("KUBECONFIG", "/nonexistent")
     done = everstep_process("logs", "j")
     assert done.returncode == 1
-    assert "no cluster to talk to" in done.stderr
+    assert "no cluster is configured" in done.stderr
     assert "Traceback" not in done.stderr

@@ -51,7 +51,7 @@ def test_a_plan_is_made_from_a_graph_and_told(everstep: Everstep, graph: Path) -
         "pipeline", "plan", "graph.json", "--ranks", "2", "--batch", "8", "--memory", "2GiB", "-o", "p.json"
     )
     assert done.returncode == 0, done.stderr
-    assert "The plan is in p.json." in done.stderr
+    assert "Wrote the plan to p.json." in done.stderr
     assert "no split can be better by more than 0.0" in done.stdout
     made = Plan.load(graph.parent / "p.json")
     assert made.schedule_name in done.stdout
@@ -111,7 +111,7 @@ def test_simulate_compares(everstep: Everstep, plan: Path) -> None:
         (("simulate", "plan.json", "--speeds", "1,1,1"), 1, "speeds: 3 for 2 ranks"),
         (("simulate", "plan.json", "--schedule", "zb-v"), 1, "zb-v: is for 2 stages"),
         (("simulate", "plan.json", "--schedule", "half.txt"), 1, "schedule half: rank 0: 0B1 is missing"),
-        (("plan", "graph.json", "--ranks", "2", "--schedule", "binary"), 1, "binary: no text"),
+        (("plan", "graph.json", "--ranks", "2", "--schedule", "binary"), 1, "binary: not a text file"),
     ],
 )
 def test_errors_name_what_is_wrong(

@@ -127,6 +127,34 @@ async def test_a_pod_whose_agent_and_kubelet_are_silent_is_replaced_elsewhere(
         assert ("get", "coordination.k8s.io", "leases") in client.used
 
 
+async def test_a_dead_leader_under_strict_fencing_is_replaced_once_its_ranks_have_ended(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    """Meanwhile nobody asks it, and what was known of its silence is not forgotten."""
+    world, dead = still_world, f"{still_world.namespace}-dead"
+    async with (
+        operator(control_plane.kubeconfig, world, node_silence=15.0, fence_timeout=5.0),
+        Simulation(world, "digits", (dead, f"{still_world.namespace}-other")) as simulation,
+    ):
+        await world.submit("digits", numNodes=2, restart={"fencing": "strict"})
+        await world.until_phase("digits", "Running")
+        before = await world.pods("digits")
+        await world.client.create(
+            LEASES, NODE_LEASES_NAMESPACE, {**LEASE, "metadata": {"name": dead}, "spec": {"holderIdentity": dead}}
+        )
+        (leader,) = simulation.leaders.values()
+        await leader.stop()
+
+        async def replaced() -> bool:
+            pods = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in await world.pods("digits")}
+            assert pods["digits-1"] == before[1]["metadata"]["uid"], "the other one stays"
+            return pods.get("digits-0") not in (None, before[0]["metadata"]["uid"])
+
+        await until(replaced, "another pod 0", seconds=90)
+        status = await world.until_phase("digits", "Running")
+        assert (status["epoch"], status["restarts"]["infrastructure"]) == (2, 1)
+
+
 async def test_heartbeats_of_nodes_reconcile_nothing(control_plane: ControlPlane, still_world: World) -> None:
     world, name = still_world, f"{still_world.namespace}-a"
     async with (

@@ -139,6 +139,31 @@ async def test_a_leader_that_vanishes_is_reported_and_found_again(woken: Woken, 
     await reachable(woken)
 
 
+async def test_a_leader_that_is_not_to_be_asked_any_more_stays_known_until_it_is_forgotten(
+    woken: Woken, leader: FakeLeader
+) -> None:
+    """What it said last, and when, is evidence of the death of its machine."""
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    (task,) = (t for t in asyncio.all_tasks() if t.get_name() == "leader of ns/digits")
+    known = woken.poller.view(KEY, "pod-a")
+    woken.poller.pause_polling(KEY)
+    await asyncio.wait((task,))
+    await leader.say(generation=2)
+    assert woken.poller.view(KEY, "pod-a") == known
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
+
+    async def news() -> bool:
+        view = woken.poller.view(KEY, "pod-a")
+        return view is not None and view.generation == 2
+
+    await until(news, "the second state")
+    woken.poller.pause_polling(KEY)
+    woken.poller.stop_polling(KEY)
+    assert woken.poller.view(KEY, "pod-a") is None
+    woken.poller.pause_polling(KEY)
+
+
 async def test_another_pod_is_another_leader(woken: Woken, leader: FakeLeader) -> None:
     woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)

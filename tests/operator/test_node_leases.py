@@ -209,3 +209,49 @@ async def test_most_nodes_of_a_zone_that_are_silent_together_are_held(follower: 
     marked = follower.leases.mark_silent([nodes["a1"], nodes["b1"]])
     assert "2 of 3 of zone a are silent at once" in marked["a1"].held
     assert marked["b1"].held == ""
+
+
+async def test_nodes_that_have_not_been_renewed_for_nearly_as_long_count_as_silent_too(follower: Follower) -> None:
+    """Of nodes that fall silent together one is found first: it shall not be taken for the only one."""
+    nodes = {name: follower.put_node(name, zone="a") for name in ("a1", "a2", "a3")}
+    follower.follow("a1")
+    await follower.pass_time(3)
+    follower.follow("a2")
+    await follower.pass_time(SILENCE - 2)
+    assert follower.silent("a1", "a2") == ["a1"]
+    marked = follower.leases.mark_silent(nodes.values())
+    assert marked["a2"].unrenewed
+    assert "2 of 3 of zone a are silent at once" in marked["a1"].held
+
+
+async def test_nodes_that_have_been_gone_for_long_hold_nobody_and_release_nobody(follower: Follower) -> None:
+    nodes = {name: follower.put_node(name, zone="a") for name in ("a1", "a2", "a3")}
+    for name in ("old-1", "old-2", "old-3"):
+        follower.put_node(name, zone="a", ready=False)
+    follower.follow("a1", "a2")
+    await follower.pass_time(SILENCE + 5)
+    assert "2 of 3 of zone a are silent at once" in follower.leases.mark_silent(nodes.values())["a1"].held
+
+
+async def test_when_a_lease_was_seen_to_be_renewed_is_known(follower: Follower) -> None:
+    follower.follow("n1", alive=True)
+    await follower.pass_time(5)
+    first = follower.leases.mark_silent([NodeView("n1")])["n1"]
+    assert (first.renewed_at, first.unrenewed) == (None, False), "the first read tells nothing"
+    await follower.pass_time(10)
+    renewed = follower.leases.mark_silent([NodeView("n1")])["n1"].renewed_at
+    assert renewed is not None
+    follower.server.alive.clear()
+    await follower.pass_time(SILENCE + 15)
+    after = follower.leases.mark_silent([NodeView("n1")])["n1"]
+    assert after.silent_since is not None
+
+
+async def test_a_read_that_fails_by_surprise_is_begun_again(follower: Follower) -> None:
+    follower.server.error = KeyError("metadata")
+    follower.follow("n1")
+    await follower.pass_time(5)
+    follower.server.error = None
+    follower.follow("n1")
+    await follower.pass_time(SILENCE + 5)
+    assert follower.silent("n1") == ["n1"]

@@ -75,7 +75,7 @@ def test_a_model_that_is_no_chain_is_refused_with_what_there_is() -> None:
 
 
 def test_parameters_outside_of_all_blocks_are_refused() -> None:
-    with pytest.raises(PipelineError, match=r"would not learn: first\.weight"):
+    with pytest.raises(PipelineError, match=r"would not be trained: first\.weight"):
         build_tree(Chain(), ["rest.0", "rest.1"])
 
 

@@ -347,7 +347,7 @@ def test_what_one_rank_is_given_that_does_not_fit_is_told_on_all() -> None:
     changed, lacking, refused = one
     assert changed.startswith("rank 0: the argument 'scale'")
     assert "give as targets what it was made from" in lacking
-    assert refused == "the loss has parameters, which would not learn: make it a part of the model"
+    assert refused == "the loss has parameters, which would not be trained: make it a part of the model"
 
 
 class Recomputing(nn.Module):  # type: ignore[misc]

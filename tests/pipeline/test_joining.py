@@ -145,7 +145,7 @@ def test_a_kept_plan_counts_for_what_it_was_made_for(tmp_path: Path) -> None:
     assert (objective, kept, memory) == ("memory", "memory", 10**6)
     assert "memory" in small
     assert other.startswith(f"{path}: the plan is for another model")
-    assert other.endswith("without this file, the plan is made anew")
+    assert other.endswith("delete the file to plan again")
 
 
 def _fails(rank: int) -> tuple[str, float]:

@@ -133,7 +133,7 @@ def test_a_receive_is_posted_before_its_message_is_sent_when_all_stages_are_alik
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("0F0 0B0 0D\n1F0 1B0", "says already what is sent"),
+        ("0F0 0B0 0D\n1F0 1B0", "contains sends already"),
         ("0F0 0B0\n1F0", "1B0 is missing"),
         ("0F0 0B0\n1F0 1I0", "1W0 is missing"),
         ("0F0 0B0\n1F0 1B0 1B0", "rank 1, action 2: 1B0: is there twice"),

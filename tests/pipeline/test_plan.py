@@ -64,7 +64,7 @@ def test_a_plan_replaces_another_whole_or_not_at_all(plan: Plan, tmp_path: Path)
         assert Plan.from_json(reader.read()) == plan
     assert Plan.load(path).reasons == ("another",)
     assert [each.name for each in path.parent.iterdir()] == ["plan.json"]
-    with pytest.raises(PipelineError, match=r"cannot be kept in .*plan\.json/below/plan\.json: Not a directory"):
+    with pytest.raises(PipelineError, match=r"cannot be written to .*plan\.json/below/plan\.json: Not a directory"):
         plan.save(path / "below" / "plan.json")
 
 
@@ -141,7 +141,7 @@ def test_other_numbers_can_be_tried(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
-        ("version", 7, "version: 7, but only 1"),
+        ("version", 7, "version: 7, this everstep reads 1 only"),
         ("everstep", "profile", "not a plan"),
         ("microbatches", "many", "microbatches: "),
         ("placement", [0, 1, 0], "placement: "),
@@ -162,7 +162,7 @@ def test_what_is_wrong_in_a_file_is_named(plan: Plan, field: str, value: object,
     ("wish", "told"),
     [
         (Wish(ranks=2, schedule="2f2b", microbatches=(4,)), "schedule: there is no '2f2b'; there are auto, simple"),
-        (Wish(ranks=2, stages=3, microbatches=(4,)), "stages: 3 cannot be shared alike by 2 ranks"),
+        (Wish(ranks=2, stages=3, microbatches=(4,)), "stages: 3 are not a multiple of 2 ranks"),
         (Wish(ranks=2), "microbatches: give their number, or the batch"),
         (Wish(ranks=2, microbatches=(0,)), "microbatches: 0; there can be 1 or more"),
         (Wish(ranks=2, microbatches=(8,), batch=4), "microbatches: 8; there can be 1 to 4, the samples of a replica's"),

@@ -61,8 +61,8 @@ def test_a_text_that_is_no_schedule_is_refused_with_the_place(text: str, why: st
 @pytest.mark.parametrize(
     ("name", "stages", "ranks", "microbatches", "why"),
     [
-        ("2f2b", 4, 4, 8, "there is no schedule '2f2b'; there are simple, 1f1b"),
-        ("1f1b", 6, 4, 8, "cannot be shared alike by 4 ranks"),
+        ("2f2b", 4, 4, 8, "there is no schedule '2f2b'; choose one of simple, 1f1b"),
+        ("1f1b", 6, 4, 8, "are not a multiple of 4 ranks"),
         ("1f1b", 8, 4, 8, "take 4 stages, or interleaved"),
         ("zb-v", 4, 4, 8, "take 8 stages, or zb-h1"),
         ("simple", 4, 4, 0, "each must be 1 or more"),

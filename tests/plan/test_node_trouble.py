@@ -53,7 +53,7 @@ def test_a_gpu_in_trouble_is_told_and_nothing_is_done() -> None:
     assert told is not None
     assert (told.status, told.reason) == ("False", "GpuUnhealthy")
     assert told.message == (
-        "digits-1 is on node-1, which has a GPU in trouble (H100: the driver does not show it any more)"
+        "digits-1 is on node-1, which has a GPU with a problem (H100: the driver does not show it any more)"
     )
     assert [(e.type, e.reason) for e in made.events] == [("Warning", "GpuUnhealthy")]
     assert not deleted(made)

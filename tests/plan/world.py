@@ -24,7 +24,7 @@ from everstep_operator.plan.actions import (
     JobPlan,
     StopLeader,
 )
-from everstep_operator.plan.agent_config import find_termination_grace
+from everstep_operator.plan.affinity import list_excluded_nodes
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.leader_view import (
     LeaderOutcome,
@@ -102,13 +102,11 @@ class World:
         self.sidecars = False  # an ordinary container beside the trainer, which never ends
         self.nodes: dict[str, NodeView] = {}  # in which something is wrong
         self.scale_up_at = 0.0  # an autoscaler's word, for whoever asks
-        self.asked_for_room = 0
         self.settings = PlanSettings()
         self.events: list[JobEvent] = []
         self.statuses: list[TrainingJobStatus] = []
         self.broken = 0  # generations that ended early
-        self.requests = 0
-        self.checkpoint = 0
+        self.requests, self.checkpoint, self.asked_for_room, self._uids = 0, 0, 0, 0
         self.deleted_job = False
         self.last: JobPlan | None = None
         self.written_at: float | None = None
@@ -117,7 +115,6 @@ class World:
         self.mute: set[str] = set()  # UIDs of pods whose agents nobody hears
         self.sick_gpus: tuple[SickGpu, ...] = ()
         self.led = 0  # the highest epoch that ever had a pod 0
-        self._uids = 0
 
     # --- the operator
 
@@ -125,22 +122,19 @@ class World:
         template = self.job.status.template
         found = self.config_maps.get(f"{self.job.metadata.name}-{template.epoch}") if template else None
         seen = self.pods if pods is None else pods
+        frozen = self._frozen(found, template.epoch) if found and template else None
         return Observation(
             job=self.job,
             pods=tuple(seen.values()),
             pools=self.pools,  # type: ignore[arg-type]
             leader=self.view(),
             gangs=self.gangs,
-            frozen=self._frozen(found, template.epoch) if found and template else None,
+            frozen=frozen,
             settings=self.settings,
             rejection=rejection,
             status_written_at=self.written_at,
             nodes=declare_lost_nodes(
-                self.nodes,
-                [pod for pod in seen.values() if pod.owner == self.job.metadata.uid],
-                self.view(),
-                grace=find_termination_grace(self.job, self.settings),
-                now=self.now,
+                self.job, self.nodes, seen.values(), self.view(), frozen=frozen, settings=self.settings, now=self.now
             ),
             silent_nodes=tuple(sorted(name for name, node in self.nodes.items() if node.silent_since is not None)),
         )
@@ -187,6 +181,8 @@ class World:
             made = make_plan(self.observe(pods=pods, rejection=rejection), self.now)
             assert self._carry_out(made, None) is None
         self.last = made
+        if made.poll is None and not made.holds_leader:
+            self.answered_at = None
         if made.poll is None or self.asked is None or made.poll.pod_uid != self.asked[0]:
             self.asked = (made.poll.pod_uid, self.now) if made.poll is not None else None
         if made.poll is not None and self.leader is not None and self.leader_reachable:
@@ -271,6 +267,7 @@ class World:
             created=self.now,
             owner=self.job.metadata.uid,
             token_secret=token_secret_name(body["spec"]),  # type: ignore[arg-type]
+            avoids=list_excluded_nodes(body["spec"]),  # type: ignore[arg-type]
             is_epoch_fixed=bool(token_secret_name(body["spec"])),  # type: ignore[arg-type]
         )
 

@@ -33,7 +33,7 @@ from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_g
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import CreatePods, JobEvent, JobPlan
-from everstep_operator.plan.agent_config import find_termination_grace
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.gang import BLOCKED_REASONS, is_waiting
 from everstep_operator.plan.leader_view import LeaderView
 from everstep_operator.plan.node_loss import declare_lost_nodes
@@ -193,6 +193,7 @@ class Reconciler:
         except ValidationError as error:
             # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
             self.leaders.stop_polling(key)
+            self.leases.follow(key, frozenset())
             self.gangs.update(key, None)  # nobody plans for it, so nobody may wait for it
             if memory.unreadable != entry.version:  # its pods go on changing, and each change is a look
                 memory.unreadable = entry.version
@@ -240,19 +241,17 @@ class Reconciler:
             settings=self.settings,
             rejection=rejection,
             status_written_at=memory.status_written_at,
-            nodes=await self._find_nodes(job, pods, leader),
+            nodes=await self._find_nodes(job, pods, leader, frozen),
             silent_nodes=self.leases.list_silent_nodes(),
             places=self.count_places(key, job),
             scale_up_at=memory.scale_up_at,
         )
 
     async def _find_nodes(
-        self, job: TrainingJob, pods: tuple[PodView, ...], leader: LeaderView | None
+        self, job: TrainingJob, pods: tuple[PodView, ...], leader: LeaderView | None, frozen: FrozenTemplate | None
     ) -> dict[str, NodeView]:
         nodes = self.leases.mark_silent((await self.nodes.find_nodes_under(pods)).values())
-        ours = [pod for pod in pods if pod.owner == job.metadata.uid]
-        grace = find_termination_grace(job, self.settings)
-        return declare_lost_nodes(nodes, ours, leader, grace=grace, now=self.clock())
+        return declare_lost_nodes(job, nodes, pods, leader, frozen=frozen, settings=self.settings, now=self.clock())
 
     def count_places(self, key: Key, job: TrainingJob) -> int | None:
         """Count the pods of a waiting job that today's nodes could hold; None: it does not wait, or nobody knows."""
@@ -368,7 +367,9 @@ class Reconciler:
 
     def _update_polling(self, key: Key, job: TrainingJob, made: JobPlan) -> None:
         self.leases.follow(key, made.suspects)
-        if made.poll is None:
+        if made.holds_leader:
+            self.leaders.pause_polling(key)
+        elif made.poll is None:
             self.leaders.stop_polling(key)
         else:
             uid, template = job.metadata.uid, made.poll.template

@@ -90,40 +90,40 @@ class TrainerResources(ApiModel):
 
 
 class TorchDistribution(ApiModel):
-    """Ranks are started directly with torch.distributed's environment variables; torchrun is not needed."""
+    """The agent starts ranks directly with torch.distributed's environment variables; torchrun is not needed."""
 
 
 class MpiDistribution(ApiModel):
-    """Ranks are started by `mpirun`, which needs neither ssh nor root here."""
+    """`mpirun` starts the ranks, without ssh and without root."""
 
     options: list[Argument] = Field(default_factory=list, max_length=64)
     """Further arguments of mpirun."""
 
 
 class HorovodDistribution(MpiDistribution):
-    """Ranks are started by `mpirun` with what Horovod expects."""
+    """`mpirun` starts the ranks with the environment that Horovod expects."""
 
 
 class PipelineDistribution(ApiModel):
-    """Ranks start as with `torch`; `everstep.pipeline` cuts the model into stages, in the program, as said here."""
+    """Ranks start as with `torch`; in the program, `everstep.pipeline` cuts the model into stages by these fields."""
 
     stages: Annotated[int, Field(ge=1, le=4096), Whole]
     """Stages of the model: a divisor of the job's ranks, which then hold replicas, or a multiple of them."""
     microbatches: Annotated[int, Field(ge=1, le=65536), Whole] | None = None
-    """Pieces of a replica's batch. Absent: the number with which a step is shortest."""
+    """Pieces of a replica's batch. Absent: the number with the shortest step."""
     schedule: ScheduleName = "auto"
-    """The order of forward and backward passes; `auto`: the one with which a step is shortest within the memory."""
+    """The order of forward and backward passes; `auto`: the one with the shortest step within the memory."""
     optimize: Literal["speed", "memory"] = "speed"
-    """What the model is cut for: short steps, or the fullest rank's memory too."""
+    """Objective of the partition: short steps, or the fullest rank's memory too."""
     plan_from: Literal["profile", "file"] = "profile"
-    """`profile`: the first generation measures and leaves its plan in `planFile`, later ones use it, and make it anew
-    when stages or ranks have changed. `file`: the plan is there, or the job fails."""
+    """`profile`: the first generation measures and writes its plan to `planFile`; later ones use it, and solve it again
+    when stages or ranks have changed. `file`: the plan must exist, or the job fails."""
     plan_file: Annotated[str, Pattern("^/[ -~]*[^/]$", 1024)] = "/opt/ml/checkpoints/pipeline-plan.json"
-    """Where the plan is kept, in a volume that outlives the pods."""
+    """Path of the plan, in a volume that outlives the pods."""
 
 
 class PlainDistribution(ApiModel):
-    """One process per pod, which starts its own ranks, such as torchrun."""
+    """The agent starts one process in each pod, such as torchrun, which starts its own ranks."""
 
 
 class Distribution(ApiModel):
@@ -173,26 +173,26 @@ class PoolChoice(ApiModel):
     name: DnsName
     """Name of the TrainingPool."""
     wait: Annotated[Duration, limit_duration("0s", "28d")] = timedelta(minutes=10)
-    """How long to wait for capacity here before the next pool is tried; without meaning on the last one."""
+    """How long to wait for capacity in this pool before the next one is tried; ignored for the last pool."""
 
 
 class RestartPolicy(ApiModel):
     """Limits how often the job may be restarted. Pre-emption is never charged."""
 
     application: Annotated[int, Field(ge=0, le=1000), Whole] = 3
-    """Restarts within `window` that failures of the program may cost."""
+    """Restarts within `window` that failures of the program may cause."""
     infrastructure: Annotated[int, Field(ge=0, le=1000), Whole] = 20
-    """Restarts within `window` that lost pods and nodes may cost."""
+    """Restarts within `window` that lost pods and nodes may cause."""
     window: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=1)
-    """The time over which restarts are counted."""
+    """The period over which restarts are counted."""
     fencing: Literal["checkpoint", "strict"] = "checkpoint"
-    """What ranks lose when they are cut off from the leader: publishing checkpoints, or (strict) running at all."""
+    """What ranks without a connection to the leader may no longer do: publish checkpoints, or (`strict`) run."""
     max_backoff: Annotated[Duration, limit_duration("0s", "1h")] = timedelta(minutes=1)
-    """Longest pause before a restart after repeated failures of the program; `0s` switches pauses off."""
+    """Longest pause before a restart after repeated failures of the program; `0s` disables pauses."""
 
 
 class Timeouts(ApiModel):
-    """Sets the times after which the operator gives up."""
+    """Sets the times after which the operator fails the job."""
 
     pending: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=6)
     """Longest time without enough capacity for all pods."""
@@ -269,7 +269,7 @@ class TrainingJobSpec(ApiModel):
         ),
         DropNulls,
     ] = Field(default_factory=dict)
-    """Strings that the program finds in `/opt/ml/input/config/hyperparameters.json`, `SM_HPS` and `SM_HP_<name>`."""
+    """Strings that the program reads from `/opt/ml/input/config/hyperparameters.json`, `SM_HPS` or `SM_HP_<name>`."""
     num_nodes: Annotated[int, Field(ge=1, le=2000), Whole] = 1
     """Pods of the job."""
     num_proc_per_node: Annotated[int, Field(ge=1, le=64), Whole] | None = None
@@ -293,16 +293,16 @@ class TrainingJobSpec(ApiModel):
     restart: RestartPolicy = RestartPolicy()
     """Restart budgets and fencing."""
     timeouts: Timeouts = Timeouts()
-    """When to give up."""
+    """When the job fails for lack of progress."""
     security_profile: Literal["restricted", "image"] = "restricted"
     """`restricted`: Pod Security's restricted profile, user 1000. `image`: the image's own user, root too, within Pod
     Security's baseline."""
     suspend: bool = False
-    """True stops the job with a grace period and keeps it; false starts it, or starts it again."""
+    """True stops the pods with their grace period and keeps the job; false starts it, or starts it again."""
     ttl_after_finished: Annotated[Duration, limit_duration("0s", "365d")] | None = None
-    """Delete the job so long after its end. Absent: never; a GitOps controller would create and run it again."""
+    """Time from the job's end to its deletion. Absent: never; a GitOps controller would create and run it again."""
     managed_by: Annotated[str, Pattern(_DOMAIN_PATH, 63)] | None = None
-    """The controller in charge. Absent or `everstep.dev/operator`: everstep; a job of any other is left alone."""
+    """The responsible controller. Absent or `everstep.dev/operator`: everstep; it ignores jobs of any other."""
     pod_template: PodTemplate = Field(default_factory=PodTemplate)
     """Overlay on the job's pods."""
 

@@ -107,7 +107,7 @@ class VolumeOverlay(ApiModel):
     model_config = ConfigDict(extra="allow")
 
     name: DnsLabel
-    """What volumeMounts refer to."""
+    """The name that volumeMounts refer to."""
 
     rules: ClassVar = (
         Rule(
@@ -125,13 +125,13 @@ class PodSpecOverlay(ApiModel):
     model_config = ConfigDict(extra="allow")
 
     containers: Annotated[list[ContainerOverlay], Field(max_length=16), ListMap("name", lambda c: c.name)] | None = None
-    """`trainer` is merged into everstep's container, others are sidecars."""
+    """`trainer` is merged into everstep's container; others are sidecars."""
     volumes: Annotated[list[VolumeOverlay], Field(max_length=64), ListMap("name", lambda v: v.name)] | None = None
     """Added to everstep's own."""
     termination_grace_period_seconds: Annotated[int, Field(ge=15, le=86400), Whole] | None = None
-    """Seconds from TERM to KILL when a pod is stopped; the last checkpoint of a stopped job is written in them."""
+    """Seconds from TERM to KILL when a pod is stopped; a stopped job writes its last checkpoint in this time."""
     service_account_name: str | None = Field(default=None, max_length=253)
-    """Allowed where the operator's configuration lists it."""
+    """Allowed if the operator's configuration lists it."""
     host_network: bool | None = None
     """Allowed where the operator's configuration says so."""
     host_pid: bool | None = Field(default=None, alias="hostPID")
@@ -139,7 +139,7 @@ class PodSpecOverlay(ApiModel):
     host_ipc: bool | None = Field(default=None, alias="hostIPC")
     """Allowed where the operator's configuration says so."""
     automount_service_account_token: bool | None = None
-    """Default false. True is allowed where the operator's configuration says so."""
+    """Default false. True is allowed if the operator's configuration allows it."""
     restart_policy: str | None = Field(default=None, max_length=32)
     """Refused."""
     hostname: str | None = Field(default=None, max_length=253)

@@ -27,7 +27,7 @@ class Toleration(ApiModel):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Absent: all effects."""
     toleration_seconds: Annotated[int, Field(ge=0, le=2**31 - 1), Whole] | None = None
-    """How long a `NoExecute` taint is tolerated; absent: for ever."""
+    """How long a `NoExecute` taint is tolerated; absent: forever."""
 
     rules: ClassVar = (
         Rule(
@@ -61,15 +61,15 @@ class TrainingPoolSpec(ApiModel):
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name that counts GPUs on these nodes."""
     capacity_type: Literal["spot", "on-demand"] = "on-demand"
-    """Whether the provider may take the nodes back. Pods have it as label `everstep.dev/capacity-type`."""
+    """Whether the provider may reclaim the nodes. Pods carry it as label `everstep.dev/capacity-type`."""
     instance_type: Annotated[str, Pattern("^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 63)] | None = None
-    """Name of the machine type that programs see (container contract). Default: the pool's name."""
+    """Name of the machine type in the container contract. Default: the pool's name."""
     allowed_namespaces: list[NamespaceChoice] = Field(default=[ALL_NAMESPACES], max_length=512)
-    """Namespaces whose jobs may use the pool; `"*"` is all. No wall: a pod can select nodes without a pool."""
+    """Namespaces whose jobs may use the pool; `"*"` is all. Not a security boundary: a pod can select nodes itself."""
 
 
 class TrainingPool(ApiModel):
-    """A class of nodes that TrainingJobs can ask for by name."""
+    """A class of nodes that TrainingJobs can request by name."""
 
     api_version: Literal["everstep.dev/v1alpha1"] = "everstep.dev/v1alpha1"
     kind: Literal["TrainingPool"] = "TrainingPool"

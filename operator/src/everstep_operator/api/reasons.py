@@ -23,7 +23,7 @@ class Reason(StrEnum):
     SPEC_INVALID = "SpecInvalid", "The stored object breaks a rule of the API; correct it and apply it again."
     INVALID_TEMPLATE = (
         "InvalidTemplate",
-        "The API server refuses the job's pods; its message says which field is wrong.",
+        "The API server rejects the job's pods; its message names the wrong field.",
     )
     NAMESPACE_NOT_ALLOWED = (
         "NamespaceNotAllowed",
@@ -32,34 +32,34 @@ class Reason(StrEnum):
     POOL_NOT_FOUND = "PoolNotFound", "No TrainingPool of that name exists; the job waits for it."
     NOT_PERMITTED = (
         "NotPermitted",
-        "The pod template asks for something that the operator's configuration does not allow.",
+        "The pod template requests something that the operator's configuration does not allow.",
     )
     ADMISSION_REJECTED = (
         "AdmissionRejected",
         "The API server, an admission webhook or a policy rejects an object of a job that had pods before, or a "
-        "webhook is unavailable; it is tried again every 30 s. The message names the rule: change it, or suspend the "
-        "job and correct its template.",
+        "webhook is unavailable; the operator retries every 30 s. The message names the rule: change it, or suspend "
+        "the job and correct its template.",
     )
     NAME_CONFLICT = (
         "NameConflict",
-        "An object that does not belong to the job has a name that it needs; delete or rename one of them.",
+        "An object that does not belong to the job has a name that the job needs; delete or rename one of them.",
     )
     QUOTA_EXCEEDED = (
         "QuotaExceeded",
-        "The namespace's quota refuses the pods, or another object of the job; the job waits.",
+        "The namespace's quota rejects the pods, or another object of the job; the job waits.",
     )
     STATUS_REFUSED = (
         "StatusRefused",
-        "The API server refuses what the operator reports; it is reported without progress and last failure.",
+        "The API server rejects the status; the operator writes it without progress and last failure.",
     )
     STATUS_RESTORED = (
         "StatusRestored",
-        "Somebody changed the job's status to one that tells of less (a lower epoch, fewer restarts); it is put back. "
+        "A client set the job's status to an earlier one (a lower epoch, fewer restarts); the operator restored it. "
         "To allow more restarts, raise spec.restart.",
     )
     RETRYING = (
         "Retrying",
-        "A request for the job fails again and again; it is repeated after pauses of up to a minute.",
+        "A request for the job fails repeatedly; the operator retries after pauses of up to a minute.",
     )
 
     # Progress of a job
@@ -68,19 +68,19 @@ class Reason(StrEnum):
     SCHEDULED = "Scheduled", "All pods have a node."
     GANG_RELEASED = (
         "GangReleased",
-        "The set could not be completed; its pods were given back so that another job can run.",
+        "The set of pods could not be completed; its pods were released so that another job can run.",
     )
-    NEXT_POOL = "NextPool", "The pool had no capacity within its wait; the next one is tried."
-    RUNNING = "Running", "All ranks are started."
-    RESTARTING = "Restarting", "A generation ended early; the next one is being formed."
+    NEXT_POOL = "NextPool", "The pool had no capacity within its wait; the operator tries the next one."
+    RUNNING = "Running", "All ranks have started."
+    RESTARTING = "Restarting", "A generation ended early; the leader forms the next one."
     SUSPENDED = "Suspended", "spec.suspend is true: the job's pods are stopped."
     RESUMED = "Resumed", "spec.suspend went back to false: the job starts again."
-    STOPPING = "Stopping", "Pods are being stopped with their grace period."
-    COMPLETED = "Completed", "All ranks ended with exit code 0."
+    STOPPING = "Stopping", "The operator stops the pods with their grace period."
+    COMPLETED = "Completed", "All ranks exited with code 0."
 
     # Limits
-    PENDING_TIMEOUT = "PendingTimeout", "No capacity for all pods within timeouts.pending."
-    STARTUP_TIMEOUT = "StartupTimeout", "Not all ranks were started within timeouts.startup."
+    PENDING_TIMEOUT = "PendingTimeout", "There was no capacity for all pods within timeouts.pending."
+    STARTUP_TIMEOUT = "StartupTimeout", "Not all ranks started within timeouts.startup."
     RUNTIME_TIMEOUT = "RuntimeTimeout", "The job ran longer than timeouts.runtime."
     RESTART_BUDGET_EXCEEDED = (
         "RestartBudgetExceeded",
@@ -93,11 +93,11 @@ class Reason(StrEnum):
 
     START_FAILED = (
         "StartFailed",
-        "The agent of a pod, or an init container, fails at its start; the message says which, and has its own words.",
+        "The agent of a pod, or an init container, fails at its start; the message names it and quotes its error.",
     )
 
     # Failures of the program
-    APPLICATION_ERROR = "ApplicationError", "A rank ended with an exit code other than 0."
+    APPLICATION_ERROR = "ApplicationError", "A rank exited with a code other than 0."
     OUT_OF_MEMORY = (
         "OutOfMemory",
         "A rank or its container was killed for memory; raise resources.limits.memory or use less.",
@@ -105,41 +105,41 @@ class Reason(StrEnum):
     CONTAINER_KILLED = "ContainerKilled", "The trainer container was killed from outside the job."
 
     # Failures of the infrastructure
-    POD_LOST = "PodLost", "A pod vanished or ended without a word from its agent."
+    POD_LOST = "PodLost", "A pod vanished or ended without a termination message of its agent."
     POD_DELETED = "PodDeleted", "Someone deleted a pod of the job."
     EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption)."
-    NODE_LOST = "NodeLost", "A node stopped answering, or was removed with the job's pods on it."
+    NODE_LOST = "NodeLost", "A node with pods of the job stopped responding, or was removed."
     HELD = (
         "Held",
-        "Most nodes of the job, its zone or the cluster are silent at once, as when a network is cut in two: their "
-        "pods stay until some are heard again; delete those pods if the machines are dead.",
+        "Most nodes of the job, its zone or the cluster are silent at once, as in a network partition: their pods "
+        "stay until some of the nodes are heard again; delete those pods if the machines are dead.",
     )
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
-    GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job goes on as long as its ranks do."
+    GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job continues while its ranks run."
     NODE_DRAINING = "NodeDraining", "A node under the job's pods is cordoned or about to be removed."
     UNCLEAN_NODE = (
         "UncleanNode",
         "Processes or GPU memory of an old generation could not be removed; the pod is replaced.",
     )
-    FENCED = "Fenced", "Ranks cut off from their leader stopped."
+    FENCED = "Fenced", "Ranks without a connection to their leader were stopped."
 
     # Pre-emption, free of charge
-    SPOT_INTERRUPTION = "SpotInterruption", "Reserved, not told yet: the provider takes the node back."
-    PREEMPTED = "Preempted", "The scheduler gave the place to a pod of higher priority."
-    SCALE_DOWN = "ScaleDown", "Reserved, not told yet: the cluster autoscaler removes the node."
+    SPOT_INTERRUPTION = "SpotInterruption", "Reserved, not reported yet: the provider reclaims the node."
+    PREEMPTED = "Preempted", "The scheduler pre-empted a pod for one of higher priority."
+    SCALE_DOWN = "ScaleDown", "Reserved, not reported yet: the cluster autoscaler removes the node."
 
     # Modes
     NO_COMMAND = "NoCommand", "spec.command is absent: the image's entrypoint runs without the agent (plain mode)."
     NO_PYTHON = "NoPython", "The image has no python3: its command runs without the agent (plain mode)."
     PYTHON_UNSUPPORTED = "PythonUnsupported", "The image's Python is too old or incomplete for the agent: plain mode."
-    AGENT_IN_USE = "AgentInUse", "The agent runs the ranks; this is no plain mode."
+    AGENT_IN_USE = "AgentInUse", "The agent runs the ranks; the job is not in plain mode."
     AGENT_UNREACHABLE = (
         "AgentUnreachable",
-        "The operator cannot reach the leader: it relies on pod status; check network policies on port 8470.",
+        "The operator cannot reach the leader and relies on pod status; check network policies on port 8470.",
     )
     AGENT_REACHABLE = "AgentReachable", "The operator reads progress and failures from the leader."
 
     # Conditions that do not hold
     IN_PROGRESS = "InProgress", "The operator works towards the spec."
-    NODES_HEALTHY = "NodesHealthy", "Every node under the job's pods is Ready and takes pods again."
-    UP_TO_DATE = "UpToDate", "Nothing is left to do for the present spec."
+    NODES_HEALTHY = "NodesHealthy", "Every node under the job's pods is Ready and accepts pods again."
+    UP_TO_DATE = "UpToDate", "The job matches its spec; the operator has nothing to do."

@@ -23,7 +23,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class Phase(StrEnum):
-    """Names the phase of a job in one word. Conditions carry the details."""
+    """The phase of a job in one word. Conditions carry the details."""
 
     PENDING = "Pending"
     SCHEDULING = "Scheduling"
@@ -67,16 +67,16 @@ class Condition(StatusModel):
     """One observation in the form of Kubernetes' metav1.Condition."""
 
     type: Annotated[ConditionType, Strict(False)]
-    """What is judged."""
+    """Name of the condition."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """Whether the condition holds."""
     reason: ReasonWord
     message: Message = ""
-    """For people."""
+    """Details for people."""
     last_transition_time: Time
     """When `status` last changed."""
     observed_generation: Count = 0
-    """The `metadata.generation` it was judged by."""
+    """The `metadata.generation` that the condition describes."""
 
 
 class TemplateStatus(StatusModel):
@@ -89,18 +89,18 @@ class TemplateStatus(StatusModel):
     plain: bool = False
     """Whether the pods run without the agent."""
     spec_hash: str = Field(default="", max_length=64)
-    """Of what the spec said about the pods then, apart from defaults; empty if an older operator resolved it."""
+    """Hash of the pods' part of the spec at that epoch, without defaults; empty if an older operator resolved it."""
 
 
 class TrainingProgress(StatusModel):
-    """Reports how far the training is, as the trainer says; written at most every 30 s."""
+    """Progress as the trainer reports it; written at most every 30 s."""
 
     step: Count
     """The last step that rank 0 reported."""
     total_steps: Count | None = None
-    """Steps in all."""
+    """Number of steps of the whole training."""
     steps_per_second: Seconds | None = None
-    """Recent rate."""
+    """Recent steps per second."""
 
 
 class Charge(StatusModel):
@@ -113,7 +113,7 @@ class Charge(StatusModel):
     time: Time
     """When the generation ended."""
     count: Annotated[int, Field(ge=1), Whole] = 1
-    """How many charges of this cause are folded into this entry: the oldest are, when the list is full."""
+    """Number of charges of this cause in this entry: a full list merges the oldest ones."""
 
     @property
     def token(self) -> tuple[int, int]:
@@ -123,16 +123,16 @@ class Charge(StatusModel):
 
 
 class Restarts(StatusModel):
-    """Restarts so far. The counts cover the job's life; the budgets look at `charges` within `restart.window`."""
+    """Restarts so far. The counts cover the job's life; the budgets count `charges` within `restart.window`."""
 
     total: Count = 0
     """All restarts."""
     application: Count = 0
-    """Charged to failures of the program."""
+    """Restarts charged to failures of the program."""
     infrastructure: Count = 0
-    """Charged to lost pods and nodes."""
+    """Restarts charged to lost pods and nodes."""
     preemption: Count = 0
-    """Free of charge."""
+    """Restarts after pre-emption, which no budget pays."""
     charges: Annotated[list[Charge], Field(max_length=MAX_CHARGES), ListMap("id", lambda charge: charge.id)] = Field(
         default_factory=list
     )
@@ -177,34 +177,34 @@ def _limit_charges(charges: list[Charge]) -> list[Charge]:
 
 
 class StartFailures(StatusModel):
-    """Agents that failed at their start, since ranks last ran."""
+    """Failed starts of agents since ranks last ran."""
 
     count: Annotated[int, Field(ge=1), Whole]
-    """Attempts in a row in which one did. Pods that fail together are one attempt."""
+    """Consecutive attempts in which an agent failed to start. Pods that fail together are one attempt."""
     made: Time
-    """When the newest pod of the last such attempt was created: a failure of an older pod has been counted."""
+    """When the newest pod of the last such attempt was created; failures of older pods are counted already."""
 
 
 class LastFailure(StatusModel):
-    """The last thing that went wrong, for a reader who has one minute."""
+    """The last failure."""
 
     cause: Annotated[Cause, Strict(False)]
     """The budget that paid."""
     reason: ReasonWord
     node: str | None = Field(default=None, max_length=253)
-    """Where it happened."""
+    """The Kubernetes node of the failure."""
     rank: Count | None = None
     """The first rank that failed."""
     exit_code: Annotated[int, Whole] | None = None
-    """Its exit code; 128 + n after signal n."""
+    """Exit code of that rank; 128 + n after signal n."""
     message: Message = ""
-    """What it said."""
+    """The error message."""
     log_tail: list[Line] = Field(default_factory=list, max_length=MAX_LOG_LINES)
-    """The last lines of its standard error."""
+    """The last lines of the rank's standard error."""
 
 
 class Transition(StatusModel):
-    """A phase the job was in."""
+    """One phase of the job, with its start and end."""
 
     phase: Annotated[Phase, Strict(False)]
     """The phase."""
@@ -216,7 +216,7 @@ class Transition(StatusModel):
 
 
 class Timings(StatusModel):
-    """Sums up the time spent in each phase, in seconds; a phase is booked when it ends."""
+    """Time spent in each phase, in seconds; a phase is added when it ends."""
 
     pending: Seconds = 0.0
     """In phase Pending."""
@@ -229,7 +229,7 @@ class Timings(StatusModel):
     recovering: Seconds = 0.0
     """In phase Restarting."""
     goodput: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of Running in the time of Running and Restarting. Steps that are trained again count as running."""
+    """Share of Running in the time of Running and Restarting. Repeated steps count as running."""
 
 
 class TrainingJobStatus(StatusModel):
@@ -241,16 +241,16 @@ class TrainingJobStatus(StatusModel):
     conditions: Annotated[list[Condition], Field(max_length=16), ListMap("type", lambda c: c.type.value)] = Field(
         default_factory=list
     )
-    """kstatus' Reconciling and Stalled, and those of the job."""
+    """The conditions Reconciling and Stalled of kstatus, and those of the job."""
     epoch: Count = 0
     """Raised before each creation of pod 0: the first half of the fencing token."""
     generation: Count = 0
     """Counted by the leader inside its epoch: the second half of the fencing token."""
     template: TemplateStatus | None = None
     nodes: Count = 0
-    """Pods the job wants now."""
+    """Number of pods that the job needs now."""
     ready_nodes: Count = 0
-    """Pods whose trainer container runs."""
+    """Number of pods whose trainer container runs."""
     progress: TrainingProgress | None = None
     restarts: Restarts = Restarts()
     start_failures: StartFailures | None = None

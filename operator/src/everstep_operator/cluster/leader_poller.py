@@ -133,6 +133,13 @@ class LeaderPoller:
             polled.task.cancel()
         metrics.leaders_polled.set(len(self._jobs))
 
+    def pause_polling(self, key: Key) -> None:
+        """Ask this leader no more, and keep what is known of it until it is polled again, or no more at all."""
+        polled = self._jobs.get(key)
+        if polled is not None and polled.task is not None:
+            polled.task.cancel()
+            polled.task = None
+
     async def close(self) -> None:
         tasks = [*(polled.task for polled in self._jobs.values() if polled.task is not None), *self._commands]
         for command in self._commands:

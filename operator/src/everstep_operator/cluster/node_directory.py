@@ -41,8 +41,9 @@ class NodeDirectory:
     _places: dict[Key, tuple[tuple[int, str, int, int], int, float]] = field(default_factory=dict)
 
     async def find_nodes_under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:
-        """Return every node that one of these pods is bound to, by name."""
-        names = {pod.node for pod in pods if pod.node}
+        """Return every node that one of these pods is bound to, or that keeps away from it one that has no node yet, by
+        name."""
+        names = set[str]().union(*(({pod.node} if pod.node else pod.avoids) for pod in pods))
         unknown = [name for name in names if self._get_known_node(name) is None]
         if unknown:
             await asyncio.gather(*(self._fetch_node(name) for name in unknown))

@@ -29,6 +29,9 @@ PERIOD = 2.0  # seconds between two reads of one Lease
 READS_AT_ONCE = 16
 READS_A_SECOND = 100
 MAX_AVOIDED = 32  # names in a pod that is made
+# Of the time after which a node is silent: from then on it counts where many are silent at once, since they are never
+# found silent in the same moment.
+UNRENEWED = 0.75
 
 
 @dataclass
@@ -41,6 +44,13 @@ class _FollowedNode:
     unchanged_since: float | None = None  # by `timer`
     read_at: float | None = None  # by `timer`
     silent_since: float | None = None  # by `clock`
+    renewed_at: float | None = None  # by `clock`
+
+    def is_unrenewed(self, silence: float) -> bool:
+        """Tell whether the node is silent, or nearly so."""
+        if self.silent_since is not None or self.unchanged_since is None or self.read_at is None:
+            return self.silent_since is not None
+        return self.read_at - self.unchanged_since >= UNRENEWED * silence
 
 
 class NodeLeases:
@@ -86,7 +96,7 @@ class NodeLeases:
             return
         for name in nodes:
             known = self._nodes.get(name)
-            if known is None:
+            if known is None or known.task.done():  # it never ends of itself: a bug, but no reason to stop
                 task = asyncio.create_task(self._follow_forever(name), name=f"Lease of node {name}")
                 known = self._nodes[name] = _FollowedNode(task)
             known.jobs.add(job)
@@ -99,8 +109,16 @@ class NodeLeases:
         marked = {}
         for node in nodes:
             known = self._nodes.get(node.name)
-            if known is not None and known.silent_since is not None:
-                node = replace(node, silent_since=known.silent_since, held=self._find_brake(node.zone))
+            if known is not None:
+                held = self._find_brake(node.zone) if known.silent_since is not None else ""
+                unrenewed = known.is_unrenewed(self._silence)
+                node = replace(
+                    node,
+                    silent_since=known.silent_since,
+                    unrenewed=unrenewed,
+                    renewed_at=known.renewed_at,
+                    held=held,
+                )
             marked[node.name] = node
         return marked
 
@@ -120,7 +138,9 @@ class NodeLeases:
         everywhere, silent, here, silent_here = 0, 0, 0, 0
         for (_, name), node in self._cache.nodes.items():
             known = self._nodes.get(name)
-            is_silent = known is not None and known.silent_since is not None
+            is_silent = known is not None and known.is_unrenewed(self._silence)
+            if not (node.ready or is_silent):
+                continue  # it has been gone for long, and is no witness of anything
             everywhere, silent = everywhere + 1, silent + is_silent
             if node.zone == zone:
                 here, silent_here = here + 1, silent_here + is_silent
@@ -168,6 +188,8 @@ class NodeLeases:
         gap = now - known.read_at if known.read_at is not None else 0.0
         known.read_at = now
         if not version or version != known.version or known.unchanged_since is None:
+            if version and known.version:
+                known.renewed_at = self._clock()
             known.version, known.unchanged_since = version, now if version else None
             self._set_silent(name, known, None)
         elif gap > 3 * self._period:

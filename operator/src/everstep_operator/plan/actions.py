@@ -169,4 +169,7 @@ class JobPlan:
     events: tuple[JobEvent, ...] = ()
     requeue_at: float | None = None  # look again at this time at the latest, though nothing happens
     poll: LeaderPoll | None = None
+    # With no `poll`: the leader is not to be asked, but what it said last stays known. It is evidence of a dead node
+    # until its pod is gone.
+    holds_leader: bool = False
     suspects: frozenset[str] = frozenset()  # nodes that may be dead: their Leases are to be read

@@ -61,14 +61,43 @@ def exclude_nodes(affinity: Mapping[str, Any], names: Sequence[str]) -> dict[str
     """
     node = _as_mapping(affinity.get("nodeAffinity"))
     required = _as_mapping(node.get("requiredDuringSchedulingIgnoredDuringExecution"))
-    # Terms are alternatives, so each has to exclude them; a requirement on a field takes one value.
+    own = _as_mappings(required.get("nodeSelectorTerms"))
+    # Terms are alternatives, so each has to exclude them (an empty one matches no node, and shall not match any); a
+    # requirement on a field takes one value.
     excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in names]
     terms = [
         {**term, "matchFields": [*(term.get("matchFields") or ()), *excluded]}
-        for term in _as_mappings(required.get("nodeSelectorTerms")) or [{}]
+        for term in own
+        if term.get("matchExpressions") or term.get("matchFields")
     ]
+    if not own:
+        terms = [{"matchFields": excluded}]
+    elif not terms:
+        terms = [{}]
     required = {**required, "nodeSelectorTerms": terms}
     return {**affinity, "nodeAffinity": {**node, "requiredDuringSchedulingIgnoredDuringExecution": required}}
+
+
+def list_excluded_nodes(spec: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of nodes that every alternative of a pod's required node affinity excludes.
+
+    Args:
+        spec: Spec of the pod.
+    """
+    required = _as_mapping(_get_affinity(spec).get("nodeAffinity")).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    found = [
+        {
+            name
+            for each in _as_mappings(term.get("matchFields"))
+            if each.get("key") == "metadata.name" and each.get("operator") == "NotIn"
+            for name in _as_strings(each.get("values"))
+        }
+        for term in _as_mappings(_as_mapping(required).get("nodeSelectorTerms"))
+        if term.get("matchExpressions") or term.get("matchFields")
+    ]
+    return frozenset(set.intersection(*found)) if found else frozenset()
 
 
 def list_placement_rules(spec: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> list[PlacementRule]:

@@ -9,6 +9,7 @@ from typing import Any
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.scalars import parse_quantity
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.observation import TRAINER_CONTAINER, PlanSettings
 
 PROTOCOL = 1
@@ -66,6 +67,14 @@ def compute_fence_timeout(num_nodes: int, settings: PlanSettings) -> float:
     fit, so a job of more than 50 nodes per configured second has 1 s per 50 nodes.
     """
     return max(settings.fence_timeout, num_nodes / 50)
+
+
+def find_fence_timeout(job: TrainingJob, frozen: FrozenTemplate | None, settings: PlanSettings) -> float:
+    """Return the fence timeout of a job's agents, in seconds: as frozen in their template, for the operator's setting
+    may have been lowered since."""
+    told = frozen.job.get("fenceTimeoutSeconds") if frozen is not None else None
+    at_least = compute_fence_timeout(job.spec.num_nodes, settings)
+    return max(at_least, float(told)) if isinstance(told, (int, float)) else at_least
 
 
 def service_name(job: TrainingJob) -> str:

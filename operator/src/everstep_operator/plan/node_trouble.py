@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import DeletePods, PodRef
-from everstep_operator.plan.agent_config import RESTART_GRACE, compute_fence_timeout
+from everstep_operator.plan.agent_config import RESTART_GRACE, find_fence_timeout
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext
@@ -29,7 +29,7 @@ def find_node_trouble(s: PlanContext) -> tuple[Reason, str] | None:
     sick = {gpu.index: gpu for gpu in reversed(s.leader.sick_gpus)} if s.leader is not None else {}
     for pod in s.current.values():
         if (gpu := sick.get(pod.index)) is not None and pod.ended is None:
-            what = f"which has a GPU in trouble ({gpu.name}: {gpu.problem})"
+            what = f"which has a GPU with a problem ({gpu.name}: {gpu.problem})"
             found.append((4, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
     if not found:
         return None
@@ -67,15 +67,7 @@ def may_come_back(s: PlanContext, pod: PodView) -> bool:
 
 def _compute_force_delay(s: PlanContext) -> float:
     strict = s.spec.restart.fencing == "strict" and not s.plain
-    return _frozen_fence_timeout(s) + _DYING if strict else 0.0
-
-
-def _frozen_fence_timeout(s: PlanContext) -> float:
-    """Return the agents' fence timeout, as frozen in their template: the operator's setting may have been lowered
-    since."""
-    told = s.observed.frozen.job.get("fenceTimeoutSeconds") if s.observed.frozen is not None else None
-    at_least = compute_fence_timeout(s.wanted, s.observed.settings)
-    return max(at_least, float(told)) if isinstance(told, (int, float)) else at_least
+    return find_fence_timeout(s.job, s.observed.frozen, s.observed.settings) + _DYING if strict else 0.0
 
 
 def _judge_node(node: NodeView) -> tuple[int, Reason, str] | None:

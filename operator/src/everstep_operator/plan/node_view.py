@@ -29,6 +29,8 @@ class NodeView:
     gone_since: float | None = None  # when the operator found that there is no such Node any more (its own clock)
     # Of nodes under silent agents: since when their kubelet has not renewed the Lease, once that is long enough.
     silent_since: float | None = None
+    unrenewed: bool = False  # or nearly so: it counts where many are silent at once
+    renewed_at: float | None = None  # when it was last seen to be renewed, since its Lease is read
     dead_since: float | None = None  # what `node_loss` made of it
     held: str = ""  # why it is not taken for dead all the same
     zone: str = ""

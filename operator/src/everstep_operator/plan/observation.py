@@ -17,6 +17,7 @@ from typing import Any
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.plan.actions import Action
+from everstep_operator.plan.affinity import list_excluded_nodes
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.leader_view import (
@@ -91,6 +92,7 @@ class PodView:
     disruption: str | None = None  # reason of a true DisruptionTarget condition
     gone_since: float | None = None  # when its node was removed from the cluster, or died (`Observation.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
+    avoids: frozenset[str] = frozenset()  # names of nodes on which it may not be bound, while it has none
     listed: bool = True  # it has the label by which pods are listed and watched
     is_epoch_fixed: bool = False  # it stands in the pod's spec, which nobody can change, and not only in a label
     finalizers: str = ""  # of a pod that is being deleted: they keep it, and its name, after all of it has ended
@@ -281,6 +283,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         waiting_message=clip_text(waiting.get("message")),
         disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
         token_secret=token_secret_name(spec),
+        avoids=list_excluded_nodes(spec) if scheduled_at is None else frozenset(),
         listed=LABEL_JOB in labels,
         finalizers=clip_text(", ".join(map(str, meta.get("finalizers") or ())))
         if meta.get("deletionTimestamp")

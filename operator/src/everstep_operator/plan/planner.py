@@ -73,6 +73,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         events=events,
         requeue_at=min(ahead) if ahead else None,
         poll=_make_poll(s, account, decision),
+        holds_leader=_is_head_dead(s) and not decision.phase.finished,
         suspects=suspects,
     )
 
@@ -186,7 +187,7 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
         )
     pool, _ = pool_selection.select_next_pool(s)
     if pool is not None:
-        message = f"TrainingPool {pool.metadata.name!r} is tried next"
+        message = f"TrainingPool {pool.metadata.name!r} is the next pool to try"
         return pod_creation.resolve_new_template(s, pool, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
     return None
 
@@ -201,7 +202,7 @@ def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
             pod_replacement.make_deletion(s.observed.ours, reason)
         )
     plain_reason = (Reason.NO_COMMAND, Reason.NO_COMMAND.meaning) if s.spec.command is None else None
-    message = f"{s.wanted} pods are being created"
+    message = f"{s.wanted} pods are created"
     return pod_creation.resolve_new_template(
         s, choice.pool, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
     )
@@ -228,6 +229,8 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     else:
         gone, later = pod_replacement.list_deletable_pods(s)
         decision = decision.with_actions(pod_replacement.make_deletion(gone, Reason.POD_LOST)).requeue_at(later)
+    anew, later = pod_replacement.list_pods_to_place_anew(s)
+    decision = decision.with_actions(pod_replacement.make_deletion(anew, Reason.RESTARTING)).requeue_at(later)
     decision = pod_creation.create_missing_pods(s, decision)
     if pod_creation.has_pod_creation(decision) and decision.phase is Phase.PENDING:
         decision = decision.with_fields(phase=Phase.SCHEDULING, reason=Reason.WAITING_FOR_CAPACITY, stalled=False)
@@ -329,6 +332,11 @@ def _push_addresses(s: PlanContext, decision: Decision) -> Decision:
         return decision
     port = s.observed.settings.agent_port
     return decision.with_actions(PushPeers(s.head.epoch, {p.index: p.format_address(port) for p in s.live}))
+
+
+def _is_head_dead(s: PlanContext) -> bool:
+    node = s.observed.nodes.get(s.head.node) if s.head is not None and s.head.node else None
+    return node is not None and node.dead_since is not None
 
 
 def _make_poll(s: PlanContext, account: RestartBudget, decision: Decision) -> LeaderPoll | None:

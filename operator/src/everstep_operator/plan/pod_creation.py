@@ -77,8 +77,8 @@ def create_missing_pods(s: PlanContext, decision: Decision) -> Decision:
         if s.template.pool and s.pool is None:
             # Without it nobody knows where its pods belong: they would be made for any node.
             message = (
-                f"there is no TrainingPool {s.template.pool!r}, and the template that was made for it is gone: missing "
-                "pods are made when it is there again"
+                f"there is no TrainingPool {s.template.pool!r}, and the template that was resolved for it no "
+                "longer exists: missing pods are created when the pool exists again"
             )
             waiting = decision.with_fields(reason=Reason.POOL_NOT_FOUND, message=message, stalled=True)
             return waiting.requeue_at(s.now + BLOCKED_RETRY_SECONDS)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan import start_failures
 from everstep_operator.plan.actions import DeletePods, PodRef
+from everstep_operator.plan.affinity import list_excluded_nodes
 from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext
 from everstep_operator.plan.pod_manifest import make_pod_name
@@ -20,6 +21,10 @@ from everstep_operator.plan.pod_manifest import make_pod_name
 REFUSED_RETRY_SECONDS = 10.0
 # A leader learns of a lost pod by its closed connections. So long the pod stays, as evidence of why it was lost.
 EVIDENCE_SECONDS = 5.0
+# After so long the scheduler knows of a dead node itself. An operator that has just started knows of none.
+DEATH_KNOWN_SECONDS = 60.0
+# How often it is asked whether a node is back that pods without a node were kept from.
+BACK_SECONDS = 10.0
 
 
 def list_missing_indices(s: PlanContext) -> tuple[int, ...]:
@@ -69,6 +74,22 @@ def _is_in_history(s: PlanContext, pod: PodView) -> bool:
     if s.leader is None or last is None:
         return False
     return any(e.index == pod.index and e.order <= last.token for e in s.leader.history[-8:])
+
+
+def list_pods_to_place_anew(s: PlanContext) -> tuple[list[PodView], float | None]:
+    """Return the pods that wait for a node while they are kept from one that was silent when they were made, and is
+    back; and when to look again at those whose nodes are not. A pod's affinity cannot be changed: it is made again."""
+    frozen = s.observed.frozen
+    given = list_excluded_nodes(frozen.pod["spec"]) if frozen is not None else frozenset()
+    waiting = [pod for pod in s.current.values() if pod.live and not pod.scheduled and pod.avoids - given]
+    old = [pod for pod in waiting if s.now >= pod.created + DEATH_KNOWN_SECONDS]
+    back = [pod for pod in old if any(_is_back(s, name) for name in pod.avoids - given)]
+    return back, s.now + BACK_SECONDS if len(back) < len(waiting) else None
+
+
+def _is_back(s: PlanContext, name: str) -> bool:
+    node = s.observed.nodes.get(name)
+    return node is not None and node.ready and node.gone_since is None and name not in s.observed.silent_nodes
 
 
 def is_out_of_memory(pod: PodView) -> bool:

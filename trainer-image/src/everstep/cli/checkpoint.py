@@ -9,7 +9,7 @@ import typer
 
 app = typer.Typer(
     name="checkpoint",
-    help="""Look after checkpoints in a store: a folder, s3://bucket/run, or another URL that fsspec knows.
+    help="""Manage checkpoints in a store: a folder, s3://bucket/run, or another URL that fsspec supports.
 
     s3:// takes ?endpoint=URL, ?region= and ?profile=; credentials come from where boto3 looks for them.
 
@@ -26,13 +26,13 @@ KeyOption = Annotated[
     str | None,
     typer.Option("--key", "-k", metavar="KEY", help="A step (500) or attempt-step (2.3-500). Default: newest."),
 ]
-ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="Reads at a time, of 8 MiB each.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="Parallel reads of 8 MiB each.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command("ls")
 def ls(uri: UriArgument, as_json: JsonOption = False) -> None:
-    """List what was committed, newest first.
+    """List committed checkpoints, newest first.
 
     Only indexes are read and checked; `verify` reads everything. VERIFIED: all bytes were read back after the save.
     """
@@ -77,10 +77,10 @@ def ls(uri: UriArgument, as_json: JsonOption = False) -> None:
 def verify(
     uri: UriArgument,
     key: KeyOption = None,
-    every: Annotated[bool, typer.Option("--all", help="All checkpoints, not the newest only.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All checkpoints instead of the newest.")] = False,
     threads: ThreadsOption = 4,
 ) -> None:
-    """Read every byte and check every checksum. Ends with 3 if anything that was asked for is not good.
+    """Read every byte and check every checksum. Exits with 3 if a requested checkpoint is not good.
 
     A step (500) is that of every attempt. A later version's checkpoint is none that can be called good here. Each is
     held while it is read; what a run removes meanwhile is told, and counts for nothing.
@@ -126,12 +126,12 @@ def verify(
 def show(
     uri: UriArgument,
     key: KeyOption = None,
-    with_values: Annotated[bool, typer.Option("--values", help="Plain values too: step counts, RNG states …")] = False,
+    with_values: Annotated[bool, typer.Option("--values", help="Show plain values too, as step counts.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The manifest itself: the format of docs/reference/checkpoint-format.md.")
+        bool, typer.Option("--json", help="Print the manifest, as in docs/reference/checkpoint-format.md.")
     ] = False,
 ) -> None:
-    """Tell what a checkpoint holds.
+    """Show the content of a checkpoint.
 
     Tensors with type, shape and size; with --values the plain values too.
     """
@@ -163,10 +163,10 @@ def diff(
     key: KeyOption = None,
     other_key: Annotated[
         str | None,
-        typer.Option("--other-key", metavar="KEY", help="In the other store. Default: the same key, or newest."),
+        typer.Option("--other-key", metavar="KEY", help="Key in the other store. Default: the same, or newest."),
     ] = None,
 ) -> None:
-    """Compare what two checkpoints hold.
+    """Compare the contents of two checkpoints.
 
     However they are sharded: by names, types, shapes, elements and plain values. Ends with 3 if they differ.
     """
@@ -177,7 +177,7 @@ def diff(
     from everstep.cli.transfer import make_renewing_counter, show_transfer
 
     if other is None and other_key is None:
-        raise CliError("compare with what? Give another store, or --other-key", 2)
+        raise CliError("there is nothing to compare with: give another store, or --other-key", 2)
     count = 0
     with translate_errors():
         store = open_named_store(uri)
@@ -191,25 +191,25 @@ def diff(
                     make_stdout().print(f"{each.name}: {each.what}")
     if count:
         raise typer.Exit(EXIT_NOT_GOOD)
-    make_stderr().print(f"{first} and {other_one} hold the same.")
+    make_stderr().print(f"{first} and {other_one} have the same content.")
 
 
 @app.command("prune")
 def prune(
     uri: UriArgument,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="So many of the newest stay.")],
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Number of newest checkpoints to keep.")],
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", min=1, help="Those whose step is a multiple stay too.")
+        int | None, typer.Option("--keep-every", min=1, help="Keep steps that are a multiple of this too.")
     ] = None,
     keep_best: Annotated[
-        int | None, typer.Option("--keep-best", min=1, help="So many of the best stay too, by --best-metric.")
+        int | None, typer.Option("--keep-best", min=1, help="Keep this many of the best by --best-metric too.")
     ] = None,
-    best_metric: Annotated[str, typer.Option("--best-metric", help="A number in the metadata.")] = "loss",
-    best_mode: Annotated[str, typer.Option("--best-mode", help="Which is the best: min or max.")] = "min",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    best_metric: Annotated[str, typer.Option("--best-metric", help="Name of a number in the metadata.")] = "loss",
+    best_mode: Annotated[str, typer.Option("--best-mode", help="Which value is the best: min or max.")] = "min",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     threads: ThreadsOption = 4,
 ) -> None:
-    """Remove old checkpoints and what dead saves left behind.
+    """Remove old checkpoints and the files of unfinished saves.
 
     Only good ones count towards those that stay: all bytes of them are read first, whoever verified them before. What
     somebody is reading stays too, and so does all that is newer than the last one that stays. A store does not know
@@ -225,7 +225,7 @@ def prune(
     from everstep.cli.transfer import show_transfer
 
     if best_mode not in ("min", "max"):
-        raise CliError(f"--best-mode is min or max, not {best_mode}", 2)
+        raise CliError(f"--best-mode {best_mode}: give min or max", 2)
     best = None if keep_best is None else KeepBest(keep_best, best_metric, "min" if best_mode == "min" else "max")
     with translate_errors():
         store = open_named_store(uri)
@@ -244,11 +244,11 @@ def prune(
     for key, why in found.bad.items():
         make_stderr().print(f"{format_key(key)} is not good: {why}", style="red")
     for key, why in found.unknown.items():
-        make_stderr().print(f"{format_key(key)} stays: {why}", style="yellow")
+        make_stderr().print(f"{format_key(key)} is kept: {why}", style="yellow")
     if not pruning.verified:
-        raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", EXIT_NOT_GOOD)
+        raise CliError(f"no checkpoint in {store.url} is good: nothing was removed", EXIT_NOT_GOOD)
     for key in pruning.planned:
-        make_stdout().print(f"{format_key(key)} would go")
+        make_stdout().print(f"{format_key(key)} would be removed")
     if dry_run:
         return
     for key in pruning.done.removed:
@@ -256,7 +256,7 @@ def prune(
     for key in pruning.done.leftovers:
         make_stdout().print(f"{format_key(key)}, which was never committed, is removed")
     make_stderr().print(
-        f"{format_key(pruning.verified[0])} is good and stays; {len(pruning.done.removed)} removed, "
+        f"{format_key(pruning.verified[0])} is good and is kept; {len(pruning.done.removed)} removed, "
         f"{pruning.done.swept} leftovers swept."
     )
 
@@ -294,8 +294,8 @@ def copy(
 
     words = {
         CopyOutcome.COPIED: "is copied to",
-        CopyOutcome.PRESENT: "was there before, and is good, in",
-        CopyOutcome.REPAIRED: "was there before, was not good, and is now, in",
+        CopyOutcome.PRESENT: "exists already, and is good, in",
+        CopyOutcome.REPAIRED: "existed, was not good, and is repaired in",
     }
     copied = left_out = 0
     with translate_errors():
@@ -318,7 +318,7 @@ def copy(
                 if not (is_damage(error) or isinstance(error, UnknownFormat)):
                     raise
                 left_out += 1
-                make_stderr().print(f"{format_key(each)} is left out: {error}", style="red")
+                make_stderr().print(f"{format_key(each)} is skipped: {error}", style="red")
         if not copied and not left_out:
             read_first_good(source, key, copy_one)
     if left_out:
@@ -327,22 +327,23 @@ def copy(
 
 @app.command("publish")
 def publish(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What another program has saved, or will save.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that another program saves.")],
     uri: UriArgument,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="Default: the number at the folder's end, else the next one.")
+        int | None,
+        typer.Option("--step", min=0, help="Default: the number at the end of the folder's name, else the next step."),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Publish whenever it is complete, until SIGTERM or Ctrl-C.")
+        bool, typer.Option("--watch", help="Publish whenever the folder is complete, until SIGTERM or Ctrl-C.")
     ] = False,
     marker: Annotated[
-        str | None, typer.Option("--marker", help="Complete when this file in it was written anew. Needs --watch.")
+        str | None, typer.Option("--marker", help="The folder is complete when this file in it changes. Needs --watch.")
     ] = None,
     quiet: Annotated[
-        float, typer.Option("--quiet", min=0, help="Without --marker: complete after so many seconds without a change.")
+        float, typer.Option("--quiet", min=0, help="Without --marker: complete after this many seconds without change.")
     ] = 5.0,
     each: Annotated[
-        str | None, typer.Option("--each", help="Each folder in DIR that matches, as 'checkpoint-*'. Needs --watch.")
+        str | None, typer.Option("--each", help="Publish folders in DIR that match, as 'checkpoint-*'. Needs --watch.")
     ] = None,
     keep_last: Annotated[
         int | None,
@@ -374,11 +375,11 @@ def publish(
         if event.name == "saved" and event.key is not None:
             make_stdout().print(f"{folder} is published as {format_key(event.key)}")
         elif event.name == "untidy":
-            make_stderr().print(f"older ones were not removed: {event.why}", style="yellow")
+            make_stderr().print(f"older checkpoints were not removed: {event.why}", style="yellow")
         elif event.name == "skipped":
             make_stderr().print(f"not published: {event.why}", style="yellow")
         else:
-            again = "" if event.key else " yet, it is tried again"
+            again = "" if event.key else " yet, trying again"
             make_stderr().print(f"not published{again}: {event.why}", style="yellow")
 
     with translate_errors():
@@ -400,15 +401,15 @@ def publish(
 @app.command("restore")
 def restore(
     uri: UriArgument,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the folder is to be; not there yet, or empty.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create; absent or empty.")],
     key: KeyOption = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Put it in the place of what is there.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace what is there.")] = False,
     if_any: Annotated[
-        bool, typer.Option("--if-any", help="End with 0 when nothing was ever saved: a first start.")
+        bool, typer.Option("--if-any", help="Exit with 0 if nothing was ever saved: a first start.")
     ] = False,
     threads: ThreadsOption = 4,
 ) -> None:
-    """Bring a published folder back.
+    """Restore a published folder.
 
     The newest that is good, verified, whole or not at all.
     """
@@ -444,5 +445,5 @@ def restore(
             on_bytes=lambda count: advance[0](count),
         )
     for why in bad:
-        make_stderr().print(f"not good, passed over: {why}", style="red")
-    make_stdout().print(f"{folder} is {format_key(manifest.key)} again")
+        make_stderr().print(f"not good, skipped: {why}", style="red")
+    make_stdout().print(f"{folder} is restored from {format_key(manifest.key)}")

@@ -22,14 +22,14 @@ class ForeignFormat(StrEnum):
 
 RenameOption = Annotated[
     list[str] | None,
-    typer.Option("--rename", metavar="OLD=NEW", help="A prefix of names and what takes its place. May be repeated."),
+    typer.Option("--rename", metavar="OLD=NEW", help="Replace a prefix of names. Repeatable."),
 ]
 ObjectOption = Annotated[
     str, typer.Option("--object", metavar="NAME", help="The object, as the training script calls it.")
 ]
 OnlyOption = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="GLOB", help="Of full names, as 'model.*'. May be repeated. Default: everything."),
+    typer.Option("--only", metavar="GLOB", help="Only full names that match, as 'model.*'. Repeatable. Default: all."),
 ]
 
 
@@ -47,14 +47,14 @@ def export(
         str | None, typer.Option("--dtype", metavar="TYPE", help="For floating tensors: bfloat16, float32 …")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a file of safetensors in a folder.")
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Limit for each safetensors file of a folder.")
     ] = "5GB",
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="A config.json that goes into the folder.")
+        Path | None, typer.Option("--config", metavar="FILE", help="A config.json to copy into the folder.")
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Put it in the place of what is there.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace what is there.")] = False,
 ) -> None:
-    """Write a checkpoint for another library.
+    """Export a checkpoint for another library.
 
     As a file of safetensors, as a folder that Hugging Face's from_pretrained() reads, or as one that
     torch.distributed.checkpoint loads. Verified as it is read; there whole or not at all.
@@ -65,7 +65,9 @@ def export(
     from everstep.cli.terminal import make_stdout
 
     if to is ForeignFormat.torch:
-        raise CliError("--to torch is not there: load it with everstep.load() and save that with torch.save()", 2)
+        raise CliError(
+            "--to torch is not supported: load the checkpoint with everstep.load() and save it with torch.save()", 2
+        )
     if to is ForeignFormat.dcp and config is not None:
         raise CliError("--config is for --to safetensors and huggingface", 2)
     if to is not ForeignFormat.dcp and only:
@@ -95,7 +97,7 @@ def import_(
     from_: Annotated[
         ForeignFormat, typer.Option("--from", help="torch: a file of torch.save(). dcp: only if you trust it.")
     ],
-    step: Annotated[int, typer.Option("--step", min=0, help="The steps that it stands for.")] = 0,
+    step: Annotated[int, typer.Option("--step", min=0, help="Step of the new checkpoint.")] = 0,
     name: ObjectOption = "model",
     only: OnlyOption = None,
     rename: RenameOption = None,
@@ -104,7 +106,7 @@ def import_(
         typer.Option("--optimizer-order", metavar="FILE", help="Names of the optimizer's parameters, one a line."),
     ] = None,
 ) -> None:
-    """Make a checkpoint of another library's file.
+    """Import another library's file as a checkpoint.
 
     restore() and load() take it as any other; it is the newest of its store. An optimizer whose parameters have numbers
     in several groups needs their names, in the order in which it was given them.
@@ -153,5 +155,5 @@ def _parse_dtype(name: str | None) -> Any:
 
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CliError(f"--dtype {name}: no type of torch is called so; give one as bfloat16, float16 or float32", 2)
+        raise CliError(f"--dtype {name}: torch has no such type; give one as bfloat16, float16 or float32", 2)
     return found

@@ -28,13 +28,11 @@ class ClusterClient:
         try:
             from kubernetes import client, config
         except ImportError:
-            raise CliError(
-                "this command talks to a cluster and needs the Kubernetes client: pip install 'everstep[operator]'"
-            ) from None
+            raise CliError("this command needs the Kubernetes client: pip install 'everstep[operator]'") from None
         try:
             _load_credentials(config, context)
         except config.ConfigException as error:
-            raise CliError(f"no cluster to talk to: {error}. Set KUBECONFIG, or choose one with --context") from None
+            raise CliError(f"no cluster is configured: {error}. Set KUBECONFIG, or choose one with --context") from None
         self._api = client.ApiClient()
         self._errors = client.exceptions
         self.namespace = namespace or _find_namespace(config, context)
@@ -45,7 +43,10 @@ class ClusterClient:
     def existing_job(self, name: str) -> ApiObject:
         job = self.job(name)
         if job is None:
-            raise CliError(f"there is no TrainingJob {name} in namespace {self.namespace}: kubectl get trainingjobs -A")
+            raise CliError(
+                f"there is no TrainingJob {name} in namespace {self.namespace}: "
+                "list all jobs with kubectl get trainingjobs -A"
+            )
         return job
 
     def pods(self, job: str) -> list[ApiObject]:
@@ -116,7 +117,7 @@ class ClusterClient:
                 _request_timeout=(10, 60) if not raw else (10, None),
             )
         except HTTPError as error:
-            raise CliError(f"the API server does not answer: {error}") from None
+            raise CliError(f"the API server is unavailable: {error}") from None
 
     @staticmethod
     def _explained(error: Any) -> CliError:
@@ -126,7 +127,7 @@ class ClusterClient:
             message = json.loads(error.body)["message"]
         except (TypeError, ValueError, KeyError):
             message = f"{error.status} {error.reason}"
-        return CliError(f"the API server refused: {message}")
+        return CliError(f"the API server rejected the request: {message}")
 
 
 def _load_credentials(config: Any, context: str | None) -> None:

@@ -29,7 +29,7 @@ class PathMapping:
             )
         folder = Path(outside).absolute()
         if not folder.exists():
-            raise CliError(f"--map {text}: there is no {folder}", 2)
+            raise CliError(f"--map {text}: the folder {folder} does not exist", 2)
         return cls(PurePosixPath(inside), folder)
 
     def apply(self, path: PurePosixPath) -> Path | None:
@@ -72,7 +72,8 @@ def adapt_command(
         argv.append(here)
     if shutil.which(argv[0]) is None:
         raise CliError(
-            f"{command[0]} is not on this machine: install it, or say where it is with --map FOLDER_OF_THE_IMAGE=FOLDER"
+            f"{command[0]} does not exist on this machine: install it, or give its folder with "
+            "--map FOLDER_OF_THE_IMAGE=FOLDER"
         )
     return HostCommand(tuple(argv), tuple(changed))
 

@@ -53,7 +53,7 @@ class LocalRun:
             try:
                 self._follow(agents, screen)
                 if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
-                    screen.say("an agent did not leave; killing it")
+                    screen.say("an agent did not exit; killing it")
             finally:
                 if None in agents.exits:
                     agents.kill()
@@ -80,17 +80,17 @@ class LocalRun:
                 if self._interrupts and not self._stop_sent:
                     leader.stop("interrupted")
                     self._stop_sent = True
-                    screen.say("stopping; once more kills")
+                    screen.say("stopping; press Ctrl-C again to kill the ranks")
                 state = leader.state(self._story.after, POLL_SECONDS, self._story.charged, self._story.allowance)
             except OSError as error:
                 if agents.exits[0] is not None or time.monotonic() > deadline:
                     if self._story.state or agents.exits[0] is not None:
                         return
-                    raise CliError(f"the leader does not answer: {error}") from None
+                    raise CliError(f"the leader is unavailable: {error}") from None
                 time.sleep(0.05)
                 continue
             except RequestRejected as error:
-                raise CliError(f"the leader rejects it: {error}") from None
+                raise CliError(f"the leader rejected the request: {error}") from None
             deadline = time.monotonic() + START_SECONDS
             for sentence in self._story.feed(state):
                 screen.say(sentence)
@@ -114,7 +114,7 @@ class LocalRun:
             return 0
         if result == "left":  # the agent itself; on a cluster its pod would be replaced
             result = "failed"
-        screen.say(f"{result or 'failed: the leader ended without a word'}{message} (exit code {code or 1})", "red")
+        screen.say(f"{result or 'failed: the leader exited without a message'}{message} (exit code {code or 1})", "red")
         return code or 1
 
     def _summary(self, started: float, ended: float) -> Iterator[str]:

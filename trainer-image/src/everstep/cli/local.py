@@ -172,7 +172,7 @@ def hold_base(base: Path) -> Iterator[int]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CliError(
-                f"{base} is in use by another run: wait for its end, or give another folder with --base"
+                f"{base} is in use by another run: wait until it ends, or give another folder with --base"
             ) from error
         except OSError:  # a file system without locks
             pass

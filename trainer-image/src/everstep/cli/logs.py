@@ -11,13 +11,13 @@ def logs(
     job: Annotated[str, typer.Argument(help="Name of the TrainingJob.")],
     namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Default: the context's own.")] = None,
     rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has finished.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the logs until the job has finished.")] = False,
     previous: Annotated[
-        bool, typer.Option("--previous", "-p", help="What the last failed rank wrote before it failed.")
+        bool, typer.Option("--previous", "-p", help="Last lines of the rank that failed last.")
     ] = False,
     context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
 ) -> None:
-    """Show the logs of all ranks, in the order of time.
+    """Show the logs of all ranks, ordered by time.
 
     Pods that are replaced while following are picked up; a lost pod's log is lost with it, but the tail of what
     failed last stays in the job's status: --previous shows it.
@@ -34,9 +34,9 @@ def logs(
     if previous:
         failure = found.get("status", {}).get("lastFailure")
         if not failure:
-            raise CliError(f"nothing of {job} has failed so far")
+            raise CliError(f"{job} has no failure so far: leave out --previous")
         if rank is not None and failure.get("rank") != rank:
-            raise CliError(f"the last failure was not rank {rank}'s: everstep status {job}")
+            raise CliError(f"the last failure was not that of rank {rank}: see everstep status {job}")
         for line in tail.list_failure_lines(failure):
             console.print(format_log_line(line))
         return

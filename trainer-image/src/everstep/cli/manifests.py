@@ -21,7 +21,7 @@ def check_manifest(file: Path) -> tuple[list[str], list[str]]:
     except ManifestError as error:
         return [], [str(finding) for finding in error.findings]
     valid = [f"{getattr(each, 'kind', '')} {_object_name(each)} is valid" for each in loaded.objects]
-    return valid + [f"{kind} was not checked: it is not everstep's" for kind in loaded.skipped], []
+    return valid + [f"{kind} was not checked: it is not a kind of everstep" for kind in loaded.skipped], []
 
 
 def load_job(file: Path) -> TrainingJob:
@@ -35,7 +35,7 @@ def load_job(file: Path) -> TrainingJob:
         raise CliError(f"{file} is not valid:\n{error}") from None
     jobs = [each for each in loaded.objects if isinstance(each, TrainingJob)]
     if len(jobs) != 1:
-        raise CliError(f"{file} has {len(jobs)} TrainingJobs: one is run at a time")
+        raise CliError(f"{file} has {len(jobs)} TrainingJobs: give a file with one")
     return jobs[0]
 
 

@@ -9,7 +9,7 @@ import typer
 
 app = typer.Typer(
     name="pipeline",
-    help="""Plan pipelines: which part of a model is on which rank, and in which order they work.
+    help="""Plan pipelines: which rank runs which part of a model, and in which order.
 
     A profile is what `everstep.pipeline` measures of a model; a graph without devices and links will do.
 
@@ -20,26 +20,29 @@ app = typer.Typer(
 )
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan, as `everstep pipeline plan` writes it.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
-MemoryOption = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of each device, as 16GiB.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+MemoryOption = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Memory of each device, as 16GiB.")]
 BandwidthOption = Annotated[
-    str | None, typer.Option("--bandwidth", metavar="SIZE", help="Of all links per second, as 10GB; not as measured.")
+    str | None,
+    typer.Option(
+        "--bandwidth", metavar="SIZE", help="Bytes per second of all links, as 10GB, instead of the profile's."
+    ),
 ]
 LatencyOption = Annotated[
-    float | None, typer.Option("--latency", min=0, help="Of all links, in seconds; not as measured.")
+    float | None, typer.Option("--latency", min=0, help="Latency of all links in seconds, instead of the profile's.")
 ]
 
 
 @app.command("plan")
 def plan(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="A profile, a graph, or a plan to make anew.")],
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Of one pipeline.")],
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="A profile, a graph, or a plan to solve again.")],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Ranks of one pipeline.")],
     stages: Annotated[
         int | None, typer.Option("--stages", min=1, help="A multiple of the ranks. Default: one or two on each.")
     ] = None,
     microbatches: Annotated[
         str | None,
-        typer.Option("--microbatches", metavar="M[,M…]", help="Their number; of several the best is taken."),
+        typer.Option("--microbatches", metavar="M[,M…]", help="Number of micro-batches; the best of several."),
     ] = None,
     batch: Annotated[
         int | None, typer.Option("--batch", min=1, help="Samples of a step. Default: micro-batches as profiled.")
@@ -47,14 +50,14 @@ def plan(
     schedule: Annotated[
         str, typer.Option("--schedule", metavar="NAME|FILE", help="auto, 1f1b, zb-h1 …, or a file of actions.")
     ] = "auto",
-    optimize: Annotated[str, typer.Option("--optimize", help="speed or memory.")] = "speed",
+    optimize: Annotated[str, typer.Option("--optimize", help="Objective: speed or memory.")] = "speed",
     memory_weight: Annotated[
         float | None, typer.Option("--memory-weight", min=0, max=1, help="0 is time alone, 1 memory alone.")
     ] = None,
     memory: MemoryOption = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the plan is written.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write the plan to.")] = Path(
         "plan.json"
     ),
 ) -> None:
@@ -71,7 +74,7 @@ def plan(
     from everstep.pipeline.planning import Wish, solve_again, solve_plan
 
     if optimize not in ("speed", "memory"):
-        raise CliError(f"--optimize: {optimize!r} is neither speed nor memory", 2)
+        raise CliError(f"--optimize: {optimize!r}: give speed or memory", 2)
     with translate_errors():
         wish = Wish(
             ranks=ranks,
@@ -93,17 +96,19 @@ def plan(
     make_stdout().print(make_stage_table(made))
     for reason in made.reasons:
         make_stderr().print(reason)
-    make_stderr().print(f"The plan is in {output}.")
+    make_stderr().print(f"Wrote the plan to {output}.")
 
 
 @app.command("show")
 def show(
     plan: PlanArgument,
-    nodes: Annotated[bool, typer.Option("--nodes", help="The nodes of each stage too.")] = False,
-    actions: Annotated[bool, typer.Option("--actions", help="What each rank does, a line for each; no more.")] = False,
+    nodes: Annotated[bool, typer.Option("--nodes", help="List the nodes of each stage too.")] = False,
+    actions: Annotated[bool, typer.Option("--actions", help="Print only the actions, one line for each rank.")] = False,
     columns: Annotated[int, typer.Option("--columns", min=20, help="Width of the timeline.")] = 160,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the timeline into a file.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="As a page, with its figures.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with timeline and figures.")
+    ] = None,
 ) -> None:
     """Show a plan: its stages, its ranks, and the timeline of a step.
 
@@ -144,19 +149,21 @@ def show(
 @app.command("simulate")
 def simulate(
     plan: PlanArgument,
-    microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Of the same size.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", min=1, help="Number of micro-batches, of the same size.")
+    ] = None,
     schedule: Annotated[
         str | None, typer.Option("--schedule", metavar="NAME|FILE", help="1f1b, zb-h1 …, or a file of actions.")
     ] = None,
     speeds: Annotated[
-        str | None, typer.Option("--speeds", metavar="S,S,…", help="Of the ranks' devices, as 1,1,0.5,1.")
+        str | None, typer.Option("--speeds", metavar="S,S,…", help="Speeds of the ranks' devices, as 1,1,0.5,1.")
     ] = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
     columns: Annotated[int, typer.Option("--columns", min=20, help="Width of the timeline.")] = 160,
     as_json: JsonOption = False,
 ) -> None:
-    """Try a plan with other numbers.
+    """Simulate a plan with other numbers.
 
     The split and the placement stay. `everstep pipeline plan PLAN` makes it anew.
     """

@@ -43,10 +43,10 @@ def translate_errors() -> Iterator[None]:
         raise CliError(str(error), EXIT_NOT_GOOD) from error
     except Full as error:
         raise CliError(
-            f"{error}\nMake room, e.g. with `everstep checkpoint prune`; what was there is as it was."
+            f"{error}\nFree space, for example with `everstep checkpoint prune`; the store is unchanged."
         ) from error
     except StoreError as error:
-        hint = "\nIt may pass: try again." if error.may_pass else ""
+        hint = "\nThe error may be temporary: try again." if error.may_pass else ""
         raise CliError(f"{error}{hint}") from error
     except (CheckpointError, FileNotFoundError, NotADirectoryError) as error:
         raise CliError(str(error)) from error
@@ -88,7 +88,7 @@ def list_matching_keys(store: Store, wanted: str | None) -> list[Key]:
     found = keys if wanted is None else list(filter(_make_matcher(wanted), keys))
     if not found:
         there = ", ".join(format_key(key) for key in keys[:8])
-        raise CliError(f"there is no checkpoint {wanted} in {store.url}; there are {there}", EXIT_NOT_GOOD)
+        raise CliError(f"there is no checkpoint {wanted} in {store.url}; choose one of {there}", EXIT_NOT_GOOD)
     return found
 
 
@@ -110,7 +110,7 @@ def read_first_good(store: Store, wanted: str | None, read: Callable[[Key], T]) 
     failed: tuple[Key, CheckpointError] | None = None
     for key in filter(is_meant, each_candidate(store)):
         if failed is not None:
-            make_stderr().print(f"{format_key(failed[0])} is passed over: {failed[1]}", style="yellow")
+            make_stderr().print(f"{format_key(failed[0])} is skipped: {failed[1]}", style="yellow")
         try:
             return read(key)
         except CheckpointError as error:
@@ -160,7 +160,7 @@ def resolve_step(store: Store, wanted: str | None) -> int | Key | None:
 def _make_matcher(text: str) -> Callable[[Key], bool]:
     match = _KEY.fullmatch(text)
     if match is None:
-        raise CliError(f"{text!r} is no checkpoint: give a step (500), or an attempt and a step (2.3-500)", 2)
+        raise CliError(f"{text!r} is not a checkpoint: give a step (500), or an attempt and a step (2.3-500)", 2)
     epoch, generation, step = (None if group is None else int(group) for group in match.groups())
 
     def matches(key: Key) -> bool:

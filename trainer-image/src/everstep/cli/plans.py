@@ -75,7 +75,7 @@ def read_schedule(text: str) -> str | Schedule:
     try:
         return complete_schedule(parse_schedule(path.read_text(), path.stem))
     except UnicodeDecodeError as error:
-        raise PipelineError(f"{path}: no text, and so no schedule") from error
+        raise PipelineError(f"{path}: not a text file, so it is no schedule") from error
 
 
 def parse_numbers(text: str | None, option: str) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def parse_numbers(text: str | None, option: str) -> tuple[int, ...]:
     try:
         return tuple(int(each) for each in text.split(",")) if text else ()
     except ValueError:
-        raise CliError(f"{option}: {text!r} is no number, nor several with commas between them, as 8,16", 2) from None
+        raise CliError(f"{option}: {text!r} is not a number or a list: write 8 or 8,16", 2) from None
 
 
 def parse_speeds(text: str | None, option: str) -> tuple[float, ...] | None:
@@ -103,7 +103,7 @@ def parse_size(text: str | None, option: str) -> int | None:
         return None
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise CliError(f"{option}: {text!r} is no size: write 16GiB, 10GB, or a number of bytes", 2)
+        raise CliError(f"{option}: {text!r} is not a size: write 16GiB, 10GB, or a number of bytes", 2)
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(unit.replace("K", "k") or " "))
 

@@ -46,7 +46,7 @@ def prepare_local_job(
 
     if job.spec.command is None:
         raise CliError(
-            f"{job.metadata.name} has no spec.command: it runs its image's own entrypoint, and here is no image. "
+            f"{job.metadata.name} has no spec.command: it runs its image's entrypoint, and there is no image here. "
             "Write the command into the manifest"
         )
     overrides = {"num_nodes": nodes, "num_proc_per_node": procs}
@@ -75,7 +75,7 @@ def _read_environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:
 def _list_notes(job: TrainingJob, command: HostCommand, missing: Sequence[str]) -> list[str]:
     notes = [f"{written} -> {here}" for written, here in command.changed]
     if missing:
-        notes.append(f"left out, their values are on the cluster: {', '.join(missing)}")
+        notes.append(f"ignored variables, whose values are on the cluster: {', '.join(missing)}")
     if job.spec.pod_template.spec.volumes:
         notes.append("podTemplate is not used: its volumes do not exist here")
     return notes

@@ -10,10 +10,12 @@ import typer
 
 def run(
     file: Annotated[Path, typer.Option("--file", "-f", help="Manifest with one TrainingJob; '-' is standard input.")],
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Instead of the manifest's numNodes.")] = None,
-    procs: Annotated[int | None, typer.Option("--procs", min=1, help="Instead of numProcPerNode.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Number of nodes instead of numNodes.")] = None,
+    procs: Annotated[
+        int | None, typer.Option("--procs", min=1, help="Ranks per node instead of numProcPerNode.")
+    ] = None,
     base: Annotated[
-        Path | None, typer.Option("--base", help="Where /opt/ml of each node lies. Default: a new temporary folder.")
+        Path | None, typer.Option("--base", help="Folder for /opt/ml of each node. Default: a new temporary folder.")
     ] = None,
     maps: Annotated[
         list[str] | None,
@@ -21,10 +23,10 @@ def run(
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", help="Runs commands that begin with python. Default: as the shell finds it."),
+        typer.Option("--python", help="Interpreter of commands that begin with python. Default: as in a shell."),
     ] = None,
 ) -> None:
-    """Run a TrainingJob on this machine: nodes become processes, everything else is as on a cluster.
+    """Run a TrainingJob on this machine, with processes as nodes.
 
     Ends with the job's own exit code. Ctrl-C stops the ranks with their grace period; a second one kills them. No
     container is involved: the command runs with what this machine has. A path of the image that does not exist here is

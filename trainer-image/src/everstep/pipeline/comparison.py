@@ -233,7 +233,7 @@ def _find_difference(
     torch.manual_seed(0)
     output, at_once, slope = run(some, count)
     torch.manual_seed(1)
-    if float(run(some, count)[1].sum) != float(at_once.sum):
+    if float(run(some, count)[1].sum.detach()) != float(at_once.sum.detach()):
         return None
     rounding = 8 * torch.finfo(at_once.sum.dtype).eps if at_once.sum.is_floating_point() else 0.0
     for parts in sorted({2, count}):
@@ -269,7 +269,7 @@ def _compare_gradients(
     made: Sequence[Ran],
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> tuple[float, float]:
-    """Return the distance of the gradients of the mean loss, relative to their norm, and that which rounding explains."""
+    """Return how far the gradients of the mean loss are apart, and how far rounding may bring them, by their norm."""
     total = sum(float(part.count) for _, part, _ in made)
     if not total or not float(at_once.count) or any(len(each) != len(slope) for _, _, each in made):
         return 0.0, 0.0
@@ -329,7 +329,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _compute_mean_losses(at_once: LossPart, made: Sequence[LossPart]) -> tuple[float, float, float]:
     """The loss at once, that of the parts together, and how far they are apart, relative to the largest of them."""
-    parts = [(float(part.sum), float(part.count)) for part in (at_once, *made)]
+    parts = [(float(part.sum.detach()), float(part.count)) for part in (at_once, *made)]
     total, count = (sum(each) for each in zip(*parts[1:], strict=True))
     if not parts[0][1] or not count:
         return 0.0, 0.0, 0.0

@@ -398,7 +398,7 @@ def _load_text(kind: str, cls: type[T], text: str | bytes) -> T:
     if not isinstance(data, dict) or data.pop("everstep", None) != kind:
         raise PipelineError(f"not a {kind} of everstep")
     if (version := data.pop("version", None)) != VERSION:
-        raise PipelineError(f"a {kind} of version {version}, but only {VERSION} is known here: make it again")
+        raise PipelineError(f"a {kind} of version {version}, this everstep reads {VERSION} only: create it again")
     try:
         return TypeAdapter(cls).validate_python(data)
     except ValidationError as error:

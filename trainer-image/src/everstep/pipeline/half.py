@@ -26,7 +26,7 @@ def refuse_half_parameters(model: nn.Module, precision: str) -> None:
         if parameter.dtype is torch.float16 and (parameter.requires_grad or precision != "fp16"):
             raise PipelineError(
                 f"parameter {name!r} is of float16: its gradients, which are sums over samples and micro-batches, "
-                f"would become infinite above 65504 without a word; {_ADVICE}"
+                f"would silently become infinite above 65504; {_ADVICE}"
                 + ("" if parameter.requires_grad else "; with 'fp16', frozen parameters may be of float16")
             )
 
@@ -41,8 +41,8 @@ def refuse_half_regions(record: ForwardRecord, precision: str) -> None:
     for item in items:
         if precision != "fp16" and item.autocast is not None and item.autocast[1:] == (torch.float16, True):
             raise PipelineError(
-                f"the model enters autocast with float16 itself (around {item.name!r}), where gradients become "
-                "infinite without a word as no loss is scaled: give EngineOptions(precision='fp16'), or take "
+                f"the model enters autocast with float16 itself (around {item.name!r}), where gradients silently "
+                "become infinite, as no loss is scaled: give EngineOptions(precision='fp16'), or take "
                 "bfloat16 there"
             )
 
@@ -56,6 +56,6 @@ def refuse_half_autocast(device: torch.device, precision: str) -> None:
     kind = device.type
     if precision != "fp16" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
         raise PipelineError(
-            "the step is inside torch.autocast with float16, where gradients become infinite without a word as no loss "
+            "the step is inside torch.autocast with float16, where gradients silently become infinite, as no loss "
             "is scaled: leave that out, and give EngineOptions(precision='fp16') or 'bf16'"
         )

@@ -168,7 +168,7 @@ def find_place(
     if data_parallel is None:
         data_parallel = world // stages if stages is not None and stages < world else 1
     if data_parallel < 1 or world % data_parallel:
-        raise PipelineError(f"{world} processes are no whole number of pipelines for {data_parallel} replicas")
+        raise PipelineError(f"{world} processes cannot be divided into {data_parallel} replicas")
     where = make_grid(world, world // data_parallel, placement)
     if device is None:
         devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]

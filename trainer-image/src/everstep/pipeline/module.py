@@ -127,7 +127,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A pipeline gives no output where it is called."""
-        raise PipelineError("a pipeline is not called: use run.step(batch, targets) or run.evaluate(batch, targets)")
+        raise PipelineError("a pipeline cannot be called: use run.step(batch, targets) or run.evaluate(batch, targets)")
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the number of steps that are done, from which random numbers follow, and the loss scale."""

@@ -138,7 +138,7 @@ def _find_terms(control: Control, request: PipelineRequest) -> PipelineTerms:
     refuse_unsupported(model)
     refuse_half_parameters(model, engine.precision)
     if isinstance(request.loss, nn.Module) and any(each.requires_grad for each in request.loss.parameters()):
-        raise PipelineError("the loss has parameters, which would not learn: make it a part of the model")
+        raise PipelineError("the loss has parameters, which would not be trained: make it a part of the model")
     arguments = Arguments(model if plan.blocks is None else _resolve_module(model, plan.blocks[0]))
     example = arguments.name(request.example)
     position = find_place(control, example, layout.device, request.stages, layout.data_parallel, layout.placement)

@@ -214,7 +214,7 @@ class Plan:
         if not isinstance(data, dict) or data.pop("everstep", None) != "plan":
             raise PipelineError("not a plan of everstep: `everstep pipeline plan` makes one")
         if (version := data.pop("version", None)) != VERSION:
-            raise PipelineError(f"version: {version}, but only {VERSION} is known here: plan again")
+            raise PipelineError(f"version: {version}, this everstep reads {VERSION} only: plan again")
         told = data.pop("graph_hash", None)
         if unknown := sorted(data.keys() - {each.name for each in fields(cls)}):
             raise PipelineError(f"{unknown[0]}: is no field of a plan")
@@ -238,7 +238,7 @@ class Plan:
                 os.fsync(file.fileno())  # else a machine that loses its power may leave an empty file of this name
             fresh.replace(path)
         except OSError as error:
-            raise PipelineError(f"the plan cannot be kept in {path}: {error.strerror}") from error
+            raise PipelineError(f"the plan cannot be written to {path}: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: Path) -> Plan:

@@ -106,7 +106,7 @@ class _Solver:
         if name not in (*NAMES, AUTO):
             raise PipelineError(f"schedule: there is no {name!r}; there are {', '.join((AUTO, *NAMES))}, and files")
         if wish.stages is not None and (wish.stages < wish.ranks or wish.stages % wish.ranks):
-            raise PipelineError(f"stages: {wish.stages} cannot be shared alike by {wish.ranks} ranks: take a multiple")
+            raise PipelineError(f"stages: {wish.stages} are not a multiple of {wish.ranks} ranks")
         chunks = (1, 2) if wish.stages is None else (wish.stages // wish.ranks,)
         microbatches = self._microbatches()
         if name != AUTO and wish.stages is not None and len(microbatches) == 1:

@@ -203,7 +203,9 @@ def _make_profile(
 def require_file(path: Path | None) -> str:
     """PipelineError if the file of a plan that is to be read is not there; nothing is told."""
     if path is None or not path.is_file():
-        raise PipelineError(f"the plan is to be read from {path or 'a file'}, which is not there")
+        raise PipelineError(
+            f"the plan file {path or '(no path)'} does not exist: write it with `everstep pipeline plan`"
+        )
     return ""
 
 
@@ -249,7 +251,7 @@ def _reuse_or_solve(
         kept.check_model(mark, [node.name for node in found.graph.nodes])
     except PipelineError as error:
         where = "" if str(path) in str(error) else f"{path}: "
-        raise PipelineError(f"{where}{error}; without this file, the plan is made anew") from error
+        raise PipelineError(f"{where}{error}; delete the file to plan again") from error
     placed, today = _complete_manual_placement(found, stage_of), kept.profile.graph.freeze_as(found.graph)
     same = (
         today == kept.profile.graph

@@ -92,7 +92,7 @@ def combine_profiles(profiles: Sequence[Profile], links: Sequence[Sequence[Link]
     first = profiles[0]
     names = [node.name for node in first.graph.nodes]
     if any([node.name for node in each.graph.nodes] != names for each in profiles):
-        raise PipelineError("the ranks have profiled different models")
+        raise PipelineError("the ranks have profiled different models: give all ranks the same model")
     nodes = []
     for versions in zip(*(each.graph.nodes for each in profiles), strict=True):
         times = {

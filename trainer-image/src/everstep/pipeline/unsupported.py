@@ -30,9 +30,9 @@ def refuse_unsupported(model: nn.Module) -> None:
         PipelineError: If a part of it cannot be trained in stages. It has the part's name, why, and what to do.
     """
     if hasattr(model, "_orig_mod"):
-        raise PipelineError("the model is a compiled module: give the one that is in it; parts of it may be compiled")
+        raise PipelineError("the model is a compiled module: give the module inside; its parts may be compiled")
     if isinstance(model, torch.jit.ScriptModule):
-        raise PipelineError("the model is a ScriptModule, which cannot be cut: give the module that it was made of")
+        raise PipelineError("the model is a ScriptModule, which cannot be cut: give its original module")
     if is_compiled(model):
         raise PipelineError("the model is compiled as a whole, and cannot be cut: compile its blocks instead")
     for name, module in model.named_modules():

@@ -56,7 +56,7 @@ def _remove_old_slots(slots: Path) -> list[str]:
 def _find_last_change(folder: Path) -> float:
     """Return when something in a folder of slots was last written, in seconds since 1970."""
     newest = 0.0
-    for path in (folder, *folder.rglob("*")):
+    for path in (folder, *(() if folder.is_symlink() else folder.rglob("*"))):
         with contextlib.suppress(OSError):  # removed meanwhile
             newest = max(newest, path.lstat().st_mtime)
     return newest

@@ -223,7 +223,7 @@ def _write_first_good(
         raise NoGoodCheckpoint(bad)
     if removed is not None:
         raise Removed(removed.manifest_name)
-    raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or it is another place")
+    raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or the URL is wrong")
 
 
 def export_dcp(

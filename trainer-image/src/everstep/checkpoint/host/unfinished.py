@@ -66,7 +66,7 @@ def put_in_place(made: Path, into: Path, *, replace: bool) -> None:
     try:
         while not _try_rename(made, into):
             if not replace:
-                raise CheckpointError(f"{into} was made by somebody else meanwhile")
+                raise CheckpointError(f"{into} was created by another process meanwhile")
             with suppress(FileNotFoundError):
                 into.rename(made.with_name(secrets.token_hex(4)))
     except OSError as error:

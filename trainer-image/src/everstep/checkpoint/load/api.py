@@ -210,7 +210,7 @@ def load_into(
         CheckpointError: Another rank of the mesh failed, which is named, or they were given different arguments.
     """
     if not objects:
-        raise CheckpointError("load_into what? Name the objects as they were saved: load_into(uri, model=model)")
+        raise CheckpointError("load_into() got no objects: name them as they were saved, load_into(uri, model=model)")
     casts = Casts(cast)
     check_threads(threads)
     check_wanted(step)
@@ -313,7 +313,7 @@ def _first_good(
         raise NoGoodCheckpoint(bad)
     if removed is not None:
         raise removed
-    raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or it is another place")
+    raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or the URL is wrong")
 
 
 def _list_others(store: Store, step: int | Key) -> list[int] | None:

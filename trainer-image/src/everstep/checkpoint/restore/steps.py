@@ -57,8 +57,8 @@ def run_restore_step(consensus: Consensus, rank: int, work: Callable[[], T], *, 
         raise CheckpointError(outcome["failed"])
     if outcome.get("undefined"):
         raise RestoreFailed(
-            f"{outcome['undefined']}, though they were verified a moment before. The objects that were to be "
-            "restored are undefined now: start all ranks again, and restore into new objects"
+            f"{outcome['undefined']}, though they were verified a moment before. The objects to "
+            "restore are undefined now: start all ranks again, and restore into new objects"
         ) from failure
     if outcome.get("removed"):
         raise Removed(outcome["removed"]) from failure

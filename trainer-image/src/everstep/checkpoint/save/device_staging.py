@@ -54,7 +54,7 @@ class CudaStaging:
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool] = ()
     ) -> None:
         if torch.cuda.is_current_stream_capturing():
-            raise CheckpointError("nothing can be saved while a CUDA graph is captured: save after its capture")
+            raise CheckpointError("a save is not possible while a CUDA graph is captured: save after the capture")
         pairs = sort_pairs(targets, sources, steady)
         if any(each.source.is_pinned() for each in pairs.on_host):
             self._wait_for_devices()  # a copy of the script's own may be on its way there

@@ -43,7 +43,7 @@ class PinnedMemory:
             code = _register_memory(memory, device)
         if code == _ALREADY_REGISTERED:
             raise CheckpointError(
-                f"the {memory.nbytes} bytes of a slot at {memory.data_ptr():#x} are registered with CUDA by something "
+                f"the {memory.nbytes} bytes of a slot at {memory.data_ptr():#x} are registered with CUDA by other code "
                 "else in this process: unregister (cudaHostUnregister) what was mapped there before it is unmapped"
             )
         if code == 0:

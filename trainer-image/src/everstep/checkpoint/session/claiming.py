@@ -174,7 +174,7 @@ def check_is_empty(store: Store, keep_last: int) -> None:
     if newest is not None:
         raise CheckpointError(
             f"{store.url} holds a checkpoint of step {newest.step} (attempt {newest.attempt}), and track() "
-            "would begin without it: call restore(…) with the same objects to go on from there, or start_over(…) "
+            "would begin without it: call restore(…) with the same objects to continue from there, or start_over(…) "
             f"to leave it behind; it is removed then when {keep_last} newer ones are saved"
         )
 
@@ -223,8 +223,8 @@ def _check_nothing_newer(
         _log.warning("%s, by an earlier attempt of this job, which is over: it is left behind", what)
         return
     raise CheckpointError(
-        f"{what}, by another run or by an earlier one that had not ended: what this session saves would push it out. "
-        "Start this run again, and it goes on from there"
+        f"{what}, by another run or by an earlier one that had not ended: a save of this session would replace it as "
+        "the newest. Start this run again; it continues from there"
     )
 
 
@@ -246,6 +246,6 @@ def _check_goes_on(store: Store, token: Attempt, restored: Key | None) -> None:
     if newer:
         began = "the run starts over" if restored is None else f"step {start} was restored"
         raise CheckpointError(
-            f"{began}, and attempt {token} has saved step {newer[0].step} already: what is saved now would be "
-            "older. Go on as a later attempt: without attempt=, or with a greater generation"
+            f"{began}, and attempt {token} has saved step {newer[0].step} already: a save now would be "
+            "older. Continue as a later attempt: without attempt=, or with a greater generation"
         )

@@ -65,8 +65,8 @@ def one_at_a_time(method: Method) -> Method:
                 else "another thread may not do that"
             )
             raise CheckpointError(
-                f"{call} is called while {other} of the same session goes on: {who}. Call request(), which asks for a "
-                f"save at the next step, or call {call} after that has returned"
+                f"{call} is called while {other} of the same session still runs: {who}. Call request(), which asks for "
+                f"a save at the next step, or call {call} after that has returned"
             )
         setattr(self, _DOING, (call, threading.get_ident()))
         try:

@@ -29,7 +29,7 @@ def check_source_ranks(objects: Mapping[str, object], group: RankGroup) -> None:
                 allowed = f"0 to {len(given) - 1}" if len(given) > 1 else "0"
                 count = f"{len(given)} ranks" if len(given) > 1 else "1 rank"
                 raise CheckpointError(
-                    f"{shown} names a rank that is not there, since this run has {count}, and nobody would save it: "
+                    f"{shown} names a rank that is not there, since this run has {count}, and no rank would save it: "
                     f"name a rank of {allowed}"
                 )
             if given[source].get(name) != source:
@@ -37,6 +37,7 @@ def check_source_ranks(objects: Mapping[str, object], group: RankGroup) -> None:
                     f"gives FromRank(…, rank={given[source][name]})" if name in given[source] else "does not give it so"
                 )
                 raise CheckpointError(
-                    f"{shown} takes what rank {source} gives as the same, but rank {source} {theirs}, and nobody might "
-                    "save it: give the object on all ranks with the same rank, or under different names as it is"
+                    f"{shown} takes what rank {source} gives as the same, but rank {source} {theirs}, and "
+                    "possibly no rank would save it: give the object on all ranks with the same rank, or under "
+                    "different names as it is"
                 )

@@ -148,7 +148,7 @@ class Engine:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
         self._require_open()
         if self._batches:
-            raise PipelineError("the batches of a step are being added up: end it before an evaluation")
+            raise PipelineError("a step still accumulates batches: end it before an evaluation")
         self._total = Total()
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
@@ -296,7 +296,7 @@ class Engine:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
         self._require_open()
         if self._batches:
-            raise PipelineError("the batches of a step are being added up: end it before its gradients are clipped")
+            raise PipelineError("a step still accumulates batches: end it before its gradients are clipped")
         place = self.transport.replica * self.transport.size + self.rank
         counted = self.parameters.counted_here
 

@@ -131,7 +131,7 @@ def build_tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None
     inside = {id(each) for name in names for each in known[name].parameters()}
     outside = [name for name, each in model.named_parameters() if id(each) not in inside]
     if outside:
-        raise PipelineError(f"parameters in no block would not learn: {', '.join(outside[:5])}")
+        raise PipelineError(f"parameters outside all blocks would not be trained: {', '.join(outside[:5])}")
     parameters = inspect.signature(known[names[0]].forward).parameters.values()
     own = inspect.signature(model.forward).parameters.values() if blocks is None else parameters
     arguments = tuple(each.name for each in own if each.default is each.empty and each.kind is not each.VAR_KEYWORD)

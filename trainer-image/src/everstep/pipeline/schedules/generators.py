@@ -45,7 +45,7 @@ def _count_chunks(row: NamedSchedule, stages: int, ranks: int, microbatches: int
             f"{row.name}: {stages} stages, {ranks} ranks, {microbatches} micro-batches: each must be 1 or more"
         )
     if stages % ranks:
-        raise PipelineError(f"{row.name}: {stages} stages cannot be shared alike by {ranks} ranks: take a multiple")
+        raise PipelineError(f"{row.name}: {stages} stages are not a multiple of {ranks} ranks")
     chunks = stages // ranks
     if row.chunks not in (None, chunks):
         each = "one stage" if row.chunks == 1 else f"{row.chunks} stages"

@@ -29,7 +29,7 @@ def lower_schedule(schedule: Schedule, graph: StageGraph, *, reduce: bool = True
     so behind their REDUCE. PipelineError if it is lowered already, is not complete, or comes to a stand.
     """
     if schedule.lowered:
-        raise PipelineError(f"{schedule.name} says already what is sent")
+        raise PipelineError(f"{schedule.name} contains sends already: give the schedule before lowering")
     flow = Flow(graph, schedule.placement)
     if (wrong := check_computations(schedule, flow)) is not None:
         raise PipelineError(str(wrong))

@@ -105,4 +105,4 @@ def find_schedule(name: str) -> NamedSchedule:
     for each in SCHEDULES:
         if name in (each.name, each.alias or None):
             return each
-    raise PipelineError(f"there is no schedule {name!r}; there are {', '.join((*NAMES, *ALIASES))}, and files")
+    raise PipelineError(f"there is no schedule {name!r}; choose one of {', '.join((*NAMES, *ALIASES))}, or a file")
