@@ -11,7 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from e2e.cluster import backend, binaries, golden, network_policy, packages
@@ -179,7 +179,8 @@ def kill_container(found: Cluster, namespace: str, job: str, index: int) -> None
     pids = _processes_of(container)
     assert pids, f"no process of {name} runs on this machine"
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # with PID 1 of the container the kernel ends all others
+            os.kill(pid, signal.SIGKILL)
 
 
 def _processes_of(container: str) -> list[int]:

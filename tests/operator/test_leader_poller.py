@@ -142,7 +142,7 @@ async def test_a_leader_that_vanishes_is_reported_and_found_again(woken: Woken, 
 async def test_a_leader_that_is_not_to_be_asked_any_more_stays_known_until_it_is_forgotten(
     woken: Woken, leader: FakeLeader
 ) -> None:
-    """What it said last, and when, is evidence of the death of its machine."""
+    """Its last answer, and the time of it, are evidence of the death of its machine."""
     woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
     (task,) = (t for t in asyncio.all_tasks() if t.get_name() == "leader of ns/digits")

@@ -212,7 +212,7 @@ async def test_most_nodes_of_a_zone_that_are_silent_together_are_held(follower: 
 
 
 async def test_nodes_that_have_not_been_renewed_for_nearly_as_long_count_as_silent_too(follower: Follower) -> None:
-    """Of nodes that fall silent together one is found first: it shall not be taken for the only one."""
+    """One of the nodes that fall silent together is found first: it is not taken for the only one."""
     nodes = {name: follower.put_node(name, zone="a") for name in ("a1", "a2", "a3")}
     follower.follow("a1")
     await follower.pass_time(3)

@@ -1,4 +1,4 @@
-"""What proves that a leader's machine is dead, how many are too many, and what becomes of pods kept from a node."""
+"""Evidence of the death of a leader's machine, how many deaths are too many, and pods that are kept from a node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.plan.world import World
 
 
 def mark(world: World, index: int, **fields: object) -> None:
-    """What is known of the Lease of the node under a pod."""
+    """The state of the Lease of the node under a pod."""
     name = str(world.pods[f"digits-{index}"].node)
     known = world.nodes.get(name, NodeView(name))
     world.nodes[name] = dataclasses.replace(known, **fields)  # type: ignore[arg-type]
