@@ -24,8 +24,9 @@ demo: venv ## from nothing to a trained model on a cluster on this machine
 test: ## everything that must hold before a change lands; a tier that fails does not hide what the later ones say
 	$(MAKE) --no-print-directory --keep-going lint docs types test-unit test-torch test-integration test-e2e
 
-lint: venv ## style, import directions
+lint: venv ## style, import directions, names and sizes
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) lint-imports
+	$(RUN) pytest tests/project -m "$(NARROW)" -q
 
 # A link or an anchor that leads nowhere fails the build.
 docs: $(UV) ## the documentation as a site with search, in build/site
