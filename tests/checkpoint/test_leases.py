@@ -145,7 +145,7 @@ def test_what_prune_counts_on_stays_until_it_has_removed_the_others(
     monkeypatch.setattr("everstep.cli.places.open_named_store", lambda uri: store)
     done = everstep("checkpoint", "prune", "store", "--keep-last", "1")
     assert done.returncode == 0, done.stderr
-    assert "0.1-20 is good and stays" in done.stderr
+    assert "0.1-20 is good and is kept" in done.stderr
     assert list_candidates(store) == [key(30), key(20)], "the run removed all that nobody held while 20 was read"
     assert list_leases(store) == {}
 
