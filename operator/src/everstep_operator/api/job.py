@@ -186,7 +186,7 @@ class RestartPolicy(ApiModel):
     window: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=1)
     """The period over which restarts are counted."""
     fencing: Literal["checkpoint", "strict"] = "checkpoint"
-    """What ranks without a connection to the leader may no longer do: publish checkpoints, or (`strict`) run."""
+    """Stops ranks without a connection to the leader from publishing checkpoints, or with `strict` from running."""
     max_backoff: Annotated[Duration, limit_duration("0s", "1h")] = timedelta(minutes=1)
     """Longest pause before a restart after repeated failures of the program; `0s` disables pauses."""
 

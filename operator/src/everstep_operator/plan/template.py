@@ -276,7 +276,7 @@ def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dic
 def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSettings) -> list[dict[str, Any]]:
     name = make_template_name(job.metadata.name, epoch)
     volumes: list[dict[str, Any]] = [
-        {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
+        {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _limit_memory_volume(job)}},
         *({"name": f"everstep-{folder}", "emptyDir": {}} for folder in _FOLDERS),
     ]
     if plain:
@@ -295,13 +295,16 @@ def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSett
         {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
         {"name": TOKEN_VOLUME, "secret": {"secretName": token, "defaultMode": 0o440}},
         {"name": "everstep-run", "emptyDir": {}},
-        {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
+        {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _limit_memory_volume(job)}},
     ]
 
 
-def _shm_size(job: TrainingJob) -> str:
-    """Return half of the pod's memory: what is in a memory volume counts against the same limit, and must not push the
-    ranks out."""
+def _limit_memory_volume(job: TrainingJob) -> str:
+    """Return the size limit of one memory volume: half of the pod's memory.
+
+    What is in it counts against the pod's limit. Two volumes that are both full leave nothing for the ranks: the
+    checkpoint library therefore checks the memory that is available before it makes slots.
+    """
     resources = job.spec.resources
     memory = resources.limits.get("memory") or resources.requests.get("memory")
     return str(int(parse_quantity(memory)) // 2 if memory else DEFAULT_SHM_BYTES)
