@@ -67,7 +67,7 @@ def look(model: nn.Module, loss: Any) -> None:
     before = {name: each.clone() for name, each in model.state_dict().items()}
     state = torch.get_rng_state()
     try:
-        assert check_left_behind(model, trace_model(model, X).left, {"x": X}, X, loss, None, frozenset()) == ""
+        assert check_left_behind(model, trace_model(model, X).left, {"x": X}, X, loss, None, frozenset()) == []
     finally:
         assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state)

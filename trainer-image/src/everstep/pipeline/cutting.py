@@ -9,6 +9,7 @@ from typing import Any
 from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.frontend.foreign_weights import TrainedElsewhere, make_foreign_error
 from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
@@ -76,10 +77,11 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
         PipelineError: On all processes: nothing fits, or the stages would train something else.
     """
     _refuse_writes(terms, found, terms.request.microbatches or 1)  # before anything is measured, if that is known
-    loss = _watch_loss(terms, found)  # before anything else calls it
+    loss, read = _watch_loss(terms, found)  # before anything else calls it
     plan = _make_plan(terms, found)
     _refuse_writes(terms, found, plan.microbatches)
     plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
+    terms.control.run_on_all_ranks(lambda: _refuse_reads_of_weights(found, read, plan, stages))
     return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages, loss))
 
 
@@ -124,18 +126,40 @@ def _cut_model(found: Traced | Tree, plan: Plan) -> tuple[Plan, Sequence[StageMo
     return fitted, stages, fitted.prove()
 
 
-def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> Loss:
-    """Refuse a loss that reads what a forward leaves behind; return the one that looks at its first call for that."""
+def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> tuple[Loss, list[str]]:
+    """Refuse a loss that reads what a forward leaves behind.
+
+    Return the one that looks at its first call for that, and the names of the weights that it is known to read.
+    """
     request = terms.request
     loss, weight, whole = request.loss, request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
-        return loss
+        return loss, []
     left = found.left if isinstance(found, Traced) else ()
+    read: list[str] = []
     if request.targets is not None:
-        terms.control.run_on_first_rank(
+        read = terms.control.run_on_first_rank(
             lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, whole)
         )
-    return WatchedLoss(loss, request.model, left) if left else loss
+    return WatchedLoss(loss, request.model, left), read
+
+
+def _refuse_reads_of_weights(
+    found: Traced | Tree, read: Sequence[str], plan: Plan, stages: Sequence[StageModule]
+) -> None:
+    """Refuse a loss that reads what changes in training and what the rank of the last stage, where it runs, lacks."""
+    changes = {name for name, _ in found.model.named_parameters()}.union(*(each.writes for each in stages))
+    last = plan.placement[-1]
+    places = []
+    for name in read:
+        if name not in changes:
+            continue  # a buffer that nobody writes is the same everywhere
+        holders = tuple(each.index for each in stages if each.has(name))
+        if all(plan.placement[index] != last for index in holders):
+            ranks = tuple(sorted({plan.placement[index] for index in holders}))
+            places.append(TrainedElsewhere("weight", name, holders, ranks))
+    if places:
+        raise make_foreign_error(places, "the loss")
 
 
 def _check_cut(

@@ -112,6 +112,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.record.weights |= {name: each for name, each in model.named_buffers() if name not in self.record.weights}
         for name, weight in self.record.weights.items():
             self._refs[id(weight)] = Weight(name)
+        named = [(name, each) for name, each in model.named_parameters() if each.layout is torch.strided]
+        self._memory = {_get_storage_key(each): name for name, each in named}
 
     def run(self, model: nn.Module, arguments: Mapping[str, Any], call: Any) -> ForwardRecord:
         """`call(arguments)` runs the model; Untraceable if nothing can be said of it."""
@@ -322,6 +324,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 if isinstance(leaf, FakeTensor):
                     raise CannotFollow("a tensor comes from code that cannot be heard")
                 self._refs[id(leaf)] = Constant(len(self.record.constants))
+                if leaf.layout is torch.strided and (name := self._memory.get(_get_storage_key(leaf))) is not None:
+                    self.record.aliases[len(self.record.constants)] = name
                 self.record.constants.append(leaf)
                 self._keep.append(leaf)
             return self._refs[id(leaf)]

@@ -185,6 +185,8 @@ class _Cut:
         """Tell whether the original module can run: all that is inside is here, and all that it is given."""
         if call not in self.units.repeatable or any(unit not in self.mine for unit in self._units(call)):
             return False
+        if any(unit not in self.mine for unit in self.units.entangled.get(call, ())):
+            return False
         given = {ref.index for ref in iterate_references(call.inputs) if isinstance(ref, ValueRef)}
         here = self.made | self.given | self.units.free.keys()
         arguments = {ref.name for ref in iterate_references(call.inputs) if isinstance(ref, Argument)}

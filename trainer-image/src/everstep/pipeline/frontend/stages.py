@@ -147,6 +147,15 @@ class StageModule:
                 f"it was traced in only, which is {'training' if self._only else 'evaluation'}"
             )
 
+    def has(self, name: str) -> bool:
+        """Tell whether it has the parameter or buffer that has this name in the model."""
+        path, _, last = name.rpartition(".")
+        try:
+            module = self.module.get_submodule(path)
+        except AttributeError:
+            return False
+        return last in module._parameters or last in module._buffers
+
     @property
     def calls(self) -> tuple[str, ...]:
         """Return what the stage runs, in this order: paths of modules, and names of operations, which have a colon."""
