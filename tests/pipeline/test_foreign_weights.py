@@ -301,6 +301,10 @@ def _whole(rank: int) -> list[str]:
         optimizer = torch.optim.LBFGS(run.parameters())
         said.append(_say(lambda: clip_grad_norm_(run.parameters(), 1.0)))
         said.append(_say(lambda: optimizer.step(lambda: run.step(*BATCHES[0]).loss)))
+        scaler, plain = torch.amp.GradScaler("cpu"), torch.optim.SGD(run.parameters(), lr=0.1)
+        scaler.scale(torch.ones(()))
+        said.append(_say(lambda: scaler.step(plain)))
+        said.append(_say(lambda: torch.amp.GradScaler("cpu", enabled=False).step(plain)))
         other = nn.Linear(2, 2)
         other(torch.ones(1, 2)).sum().backward()
         said.append(_say(lambda: float(clip_grad_norm_(other.parameters(), 1.0)) > 0))
@@ -311,14 +315,47 @@ def _whole(rank: int) -> list[str]:
 
 
 def test_functions_that_compute_over_all_parameters_together_are_refused_on_a_part_of_them() -> None:
-    for clipped, stepped, other, own, after in ranks.run(2, _whole):
+    for clipped, stepped, scaled, unscaled, other, own, after in ranks.run(2, _whole):
         assert "call run.clip_grad_norm_(max_norm) on all processes" in clipped
         assert stepped.startswith("PipelineError: LBFGS computes over all parameters together")
-        assert [other, own, after] == ["True"] * 3
+        assert "give EngineOptions(precision='fp16')" in scaled
+        assert [unscaled, other, own, after] == ["None", *["True"] * 3]
 
 
 def test_a_pipeline_on_one_process_is_the_whole_model() -> None:
     assert ranks.run(1, _alone) == [["True", "True"]]
+
+
+def _lent(rank: int, weights: str) -> tuple[float, dict[str, Any]]:
+    with _cut(Lending(weights), squared, X, stage_of={"head": 1}) as run:
+        loss = run.step(*BATCHES[0]).loss
+        return loss, {name: each.grad.clone() for name, each in run.named_parameters() if each.grad is not None}
+
+
+class Lending(Net):
+    """Calls one module with the parameters of another, or with what it makes of its own."""
+
+    def __init__(self, weights: str) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, x: Any) -> Any:
+        weights = dict(self.head.named_parameters())
+        if self.weights == "its own":
+            weights = {name: each * 2 for name, each in self.body.named_parameters()}
+        found = torch.func.functional_call(self.body, weights, (self.embed(x).tanh(),))
+        return self.head(self.body(found).tanh())
+
+
+@pytest.mark.parametrize("weights", ["its own", "another's"])
+def test_a_module_that_is_called_with_other_parameters_than_its_own_takes_them_in_a_pipeline_too(weights: str) -> None:
+    model = Lending(weights)
+    wanted = squared(model(BATCHES[0][0]), BATCHES[0][1])
+    wanted.backward()
+    for loss, gradients in ranks.run(2, _lent, weights):
+        assert loss == pytest.approx(wanted.item(), rel=1e-10)
+        for name, each in gradients.items():
+            torch.testing.assert_close(each, model.get_parameter(name).grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def _alone(rank: int) -> list[str]:

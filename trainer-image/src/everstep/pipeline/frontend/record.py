@@ -69,6 +69,7 @@ class Call:
     other: Template = None  # as in Op
     weights: tuple[str, ...] = ()  # of an opaque call
     writes: tuple[str, ...] = ()  # those of them that it changes, by their names in the module
+    is_lent: bool = False  # whether it ran with parameters of others, as by torch.func.functional_call
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.autocasts: list[tuple[str, Any, bool]] = []
         self.drawn = False
         self._paths = {id(module): name for name, module in model.named_modules()}
+        self._own_parameters = {id(module): tuple(module._parameters.values()) for module in model.modules()}
         self.attributes = AttributeReads(model)
         self._repeats: dict[str, int] = {}
         self._stack: list[Call] = []
@@ -198,7 +200,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             self._stack[-1].body.append(call)
         else:
             call = self.record.root
-        call.whole = _explain_hooks(module)
+        call.whole, call.is_lent = _explain_hooks(module), any(map(self._is_lent, module.modules()))
         call.grad, call.autocast = torch.is_grad_enabled(), self.autocasts[-1] if self.autocasts else None
         here, built = get_current_stage(), built_in(module)
         call.stage = here if here is not None else built
@@ -302,6 +304,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if found and self.sizes.batch_is_fixed():
             raise BatchFixed(self._stack[-1].path)
         self._stack[-1].conditions += found
+
+    def _is_lent(self, module: nn.Module) -> bool:
+        """Tell whether a module has parameters of others in the place of its own for this call."""
+        own = self._own_parameters.get(id(module))
+        return own is not None and not all(map(is_, module._parameters.values(), own))
 
     def _is_other(self, held: Any, before: Any) -> bool:
         """Tell whether another tensor is in the place of a buffer, and not the same one changed in place."""

@@ -95,7 +95,7 @@ class _View:
         return self._repeatable[call]
 
     def _closed(self, call: Call) -> bool:
-        if call.inputs is None or call.outputs is None:
+        if call.inputs is None or call.outputs is None or call.is_lent:
             return False
         if not call.path and any(isinstance(item, Op) and item.draws for item in call.body):
             return False  # the model's own draws are modules of their own, in one stage as in many
