@@ -16,7 +16,8 @@ from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.writes import refuse_writes
 from everstep.pipeline.half import refuse_half_regions
-from everstep.pipeline.left_behind import WatchedLoss, check_left_behind, check_second_forward
+from everstep.pipeline.left_behind import LossUses, WatchedLoss, check_left_behind, check_second_forward
+from everstep.pipeline.loss_state import loss_kept, refuse_state
 from everstep.pipeline.negotiation import PipelineTerms
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.prepare import (
@@ -77,12 +78,14 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
         PipelineError: On all processes: nothing fits, or the stages would train something else.
     """
     _refuse_writes(terms, found, terms.request.microbatches or 1)  # before anything is measured, if that is known
-    loss, read = _watch_loss(terms, found)  # before anything else calls it
-    plan = _make_plan(terms, found)
-    _refuse_writes(terms, found, plan.microbatches)
-    plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
-    terms.control.run_on_all_ranks(lambda: _refuse_reads_of_weights(found, read, plan, stages))
-    return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages, loss))
+    with loss_kept(terms.request.loss):
+        loss, uses = _watch_loss(terms, found)  # before anything else calls it
+        plan = _make_plan(terms, found)
+        _refuse_writes(terms, found, plan.microbatches)
+        plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
+        times = plan.microbatches * terms.position.grid.replicas
+        terms.control.run_on_all_ranks(lambda: _refuse_uses(found, uses, plan, stages, times))
+        return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages, loss))
 
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
@@ -126,32 +129,33 @@ def _cut_model(found: Traced | Tree, plan: Plan) -> tuple[Plan, Sequence[StageMo
     return fitted, stages, fitted.prove()
 
 
-def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> tuple[Loss, list[str]]:
+def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> tuple[Loss, LossUses]:
     """Refuse a loss that reads what a forward leaves behind.
 
-    Return the one that looks at its first call for that, and the names of the weights that it is known to read.
+    Return the one that looks at its first call for that, and what it is known to use.
     """
     request = terms.request
     loss, weight, whole = request.loss, request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
-        return loss, []
+        return loss, LossUses()
     left = found.left if isinstance(found, Traced) else ()
-    read: list[str] = []
+    uses = LossUses()
     if request.targets is not None:
-        read = terms.control.run_on_first_rank(
+        uses = terms.control.run_on_first_rank(
             lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, whole)
         )
-    return WatchedLoss(loss, request.model, left), read
+    return WatchedLoss(loss, request.model, left), uses
 
 
-def _refuse_reads_of_weights(
-    found: Traced | Tree, read: Sequence[str], plan: Plan, stages: Sequence[StageModule]
-) -> None:
-    """Refuse a loss that reads what changes in training and what the rank of the last stage, where it runs, lacks."""
+def _refuse_uses(found: Traced | Tree, uses: LossUses, plan: Plan, stages: Sequence[StageModule], times: int) -> None:
+    """Refuse a loss that reads what changes in training and what the rank of the last stage, where it runs, lacks; and
+    one that goes on from call to call, if a batch has several."""
+    if times > 1 and uses.values is not None:
+        refuse_state(*uses.values, times)
     changes = {name for name, _ in found.model.named_parameters()}.union(*(each.writes for each in stages))
     last = plan.placement[-1]
     places = []
-    for name in read:
+    for name in uses.weights:
         if name not in changes:
             continue  # a buffer that nobody writes is the same everywhere
         holders = tuple(each.index for each in stages if each.has(name))
@@ -182,6 +186,6 @@ def _check_cut(
     if times == 1:
         return loss
     if request.targets is None:
-        return FirstLook(loss, weight)
+        return FirstLook(loss, weight, times)
     first(lambda: check_samples(request.model, found, terms.example, request.targets, request.loss, weight, whole))
     return loss

@@ -200,16 +200,19 @@ class WeightReads(TorchFunctionMode):  # type: ignore[misc]  # torch is not wher
 
     Attributes:
         found: What of it was used, by the address.
+        draws: Whether a generator was given to an operation.
     """
 
     def __init__(self, known: Mapping[int, Any]) -> None:
         super().__init__()
         self._known = known
         self.found: dict[int, Any] = {}
+        self.draws = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, and note what it is given."""
         kwargs = kwargs or {}
+        self.draws = self.draws or kwargs.get("generator") is not None
         for each in pytree.tree_leaves((args, kwargs)) if func not in DESCRIBING else ():
             if isinstance(each, torch.Tensor) and each.layout is torch.strided:
                 with torch._C.DisableTorchFunctionSubclass():
