@@ -109,7 +109,13 @@ class _Cut:
             compile_maker(result, bind) if has_output else None,
             SizeRules(find_places(wanted, known), sizes, conditions),
             self.model.both,
-            StageUses(self._changed().intersection(arguments), self._writes(), self._uses(), self._repeats(items)),
+            StageUses(
+                self._changed().intersection(arguments),
+                self._writes(),
+                self._uses(),
+                self._repeats(items),
+                {name for name, value in outputs.items() if value not in self.units.learning},
+            ),
             next((unit.name for unit in self.own for part in iterate_parts(unit.item) if _has_listeners(part)), ""),
         )
 

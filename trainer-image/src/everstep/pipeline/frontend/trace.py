@@ -261,16 +261,14 @@ def _build_graph(record: ForwardRecord, found: Units, samples: int) -> Graph:
                 output=sum(sizes.values()) if single else 0,
                 colocate=unit.group,
                 ties=tuple(sorted(unit.weights & ties)),
-                gradient=any(record.values[index].gradient for index in unit.values.values()),
+                gradient=any(index in found.learning for index in unit.values.values()),
                 frozen=sum(_count_weight_bytes(each) for each in own if not each.requires_grad),
             )
         )
         if not single:
             for name, index in unit.values.items():
-                tensor = record.values[index]
-                nodes.append(
-                    GraphNode(name, (unit.name,), output=sizes[name], colocate=unit.group, gradient=tensor.gradient)
-                )
+                learns = index in found.learning
+                nodes.append(GraphNode(name, (unit.name,), output=sizes[name], colocate=unit.group, gradient=learns))
     return Graph(
         tuple(nodes),
         tuple((name, _count_weight_bytes(parameters[name])) for name in sorted(ties)),

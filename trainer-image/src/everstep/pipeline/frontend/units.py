@@ -37,7 +37,8 @@ class Units:
     """`free`: operations on nothing but sizes and constants, which every stage that needs them does by itself;
     `of`: the unit of each operation and opaque call; `makers`: who makes each value; `repeatable`: the calls that can
     be made as they were; `entangled`: of calls, the units elsewhere that use a weight of their modules which nothing in
-    the call does: where they are in another stage, the module must not be in the call's, or both would have it."""
+    the call does: where they are in another stage, the module must not be in the call's, or both would have it;
+    `learning`: the values from whose users a gradient comes back."""
 
     all: list[Unit]
     free: dict[int, Op]  # by the value
@@ -45,6 +46,7 @@ class Units:
     makers: dict[int, Item]
     repeatable: frozenset[Call]
     entangled: dict[Call, frozenset[Unit]]
+    learning: frozenset[int]
 
 
 def find_units(record: ForwardRecord) -> Units:
@@ -68,7 +70,7 @@ def find_units(record: ForwardRecord) -> Units:
     _name_values(alive, free, view)
     _group_units(alive, of, record)
     repeatable = frozenset(call for call in record.root.all_calls() if view.repeatable(call))
-    return Units(alive, free, of, view.makers, repeatable, entangled)
+    return Units(alive, free, of, view.makers, repeatable, entangled, _find_learning_values(record))
 
 
 class _View:
@@ -190,6 +192,18 @@ def _is_constant(ref: Ref, found: dict[int, Op], record: ForwardRecord) -> bool:
     if isinstance(ref, Constant):
         return ref.index not in record.aliases
     return isinstance(ref, Weight) and not isinstance(record.weights[ref.name], Parameter)
+
+
+def _find_learning_values(record: ForwardRecord) -> frozenset[int]:
+    """Find the values that the result is differentiated through. What is used by `detach`, without gradients or by
+    functions that have none, as `argmax`, gives its makers no gradient, and not one of zeros, in one process."""
+    found = {ref.index for ref in iterate_references(record.root.outputs) if isinstance(ref, ValueRef)}
+    for part in reversed(list(iterate_parts(record.root))):
+        made = set(iterate_made_values(part))
+        # What changes memory may be differentiated through that.
+        if not made or part.mutates or any(record.values[index].gradient for index in made & found):
+            found.update(ref.index for ref in iterate_references(part.inputs) if isinstance(ref, ValueRef))
+    return frozenset(index for index in found if record.values[index].gradient)
 
 
 def _find_entangled_calls(
