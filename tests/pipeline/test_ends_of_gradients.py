@@ -1,5 +1,5 @@
-"""What a later stage does not differentiate through gives its makers no gradient, as in one process: not one of zeros,
-by which an optimizer with weight decay would change them."""
+"""What a later stage or a loss does not differentiate through gives its makers no gradient, as in one process: not one
+of zeros, by which an optimizer with weight decay would change them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Net(nn.Module):  # type: ignore[misc]  # torch is not where types are chec
         super().__init__()
         torch.manual_seed(0)
         self.first, self.gate, self.target, self.body, self.head = (nn.Linear(5, 5) for _ in range(5))
+        self.auxiliary = nn.Linear(5, 2)
         self.double()
 
     def forward(self, x: Any) -> Any:
@@ -37,11 +38,11 @@ class Net(nn.Module):  # type: ignore[misc]  # torch is not where types are chec
         found = torch.where(chosen, found, -found)
         with torch.no_grad():
             scale = gate.abs().mean(-1, keepdim=True)
-        return self.head(found) * scale + target.detach()
+        return self.head(found) * scale + target.detach(), self.auxiliary(x)
 
 
 def squared(output: Any, target: Any) -> Any:
-    return (output - target).square().mean()
+    return (output[0] - target).square().mean()  # the rest of the output is for others
 
 
 def _train(step: Any, parameters: Any) -> None:
@@ -78,7 +79,8 @@ def test_a_value_that_is_used_without_gradients_gives_none_back_wherever_the_cut
         squared(model(X), X.flip(0)).backward()
 
     _train(step, model.parameters())
-    assert torch.equal(model.gate.weight, Net().gate.weight)
+    for name in ("gate", "target", "auxiliary"):
+        assert torch.equal(model.get_submodule(name).weight, Net().get_submodule(name).weight)
     for one, other in zip(*ranks.run(2, _piped), strict=True):
         for name, each in model.named_parameters():
             torch.testing.assert_close((one | other)[name], each.detach(), rtol=1e-9, atol=1e-11, msg=name)

@@ -55,7 +55,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     if heart is not None:
         engine.watch = heart
         heart.follow(lambda: engine.progress, lambda: engine.passes)
-    return Pipeline(
+    run = Pipeline(
         engine,
         own,
         cut.plan,
@@ -67,6 +67,8 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         found.sizes if isinstance(found, Traced) else FixedSizes(),
         FixedModules(model, found.opened),
     )
+    run.expect_idle(cut.idle)
+    return run
 
 
 def mark_weights_of_others(model: nn.Module, cut: CutModel, run: Pipeline) -> None:

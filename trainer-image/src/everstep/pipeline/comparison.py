@@ -92,7 +92,7 @@ def check_samples(
     loss: Loss,
     weight: Loss | None,
     whole: frozenset[str],
-) -> str:
+) -> list[str]:
     """Compare the loss of some samples with that of their halves, by the model as it evaluates.
 
     Args:
@@ -104,7 +104,7 @@ def check_samples(
         whole: Arguments without samples.
 
     Returns:
-        Nothing: there is nothing to tell.
+        The names of the parameters that learn and of which the loss has no gradient, as far as that is known.
 
     Raises:
         PipelineError: They differ: a batch is more than its samples, and micro-batches would train something else.
@@ -112,7 +112,7 @@ def check_samples(
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
     samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), whole)
     if any(each.device.type == "meta" for each in tensors) or not samples or samples < 2:
-        return ""
+        return []
     device, count = tensors[0].device, min(samples, _SAMPLES)
     some = {
         name: each if name in whole else _take_samples(each, samples, count)
@@ -120,6 +120,8 @@ def check_samples(
     }
 
     learning = [each for each in model.parameters() if each.requires_grad]
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    idle = set(names)
 
     def run(given: Mapping[str, Any], number: int, *, is_differentiated: bool = True) -> Ran:
         here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
@@ -127,6 +129,7 @@ def check_samples(
         output = Arguments(model).call(model, here)
         part = compute_loss(loss, output, own, number, weight)
         slope = _differentiate(part, learning if is_differentiated else [])
+        idle.difference_update(name for name, each in zip(names, slope, strict=False) if each is not None)
         return map_tensors(output, torch.Tensor.detach), part, slope
 
     try:
@@ -136,9 +139,9 @@ def check_samples(
         raise
     except Exception as error:
         _log.info("whether samples meet in the loss was not looked at: %s: %s", type(error).__name__, error)
-        return ""
+        return []
     if apart is None:
-        return ""
+        return sorted(idle) if len(idle) < len(names) else []
     where = _IN_LOSS
     if not apart.alike:
         del some[_TARGETS]

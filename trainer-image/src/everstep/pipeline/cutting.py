@@ -40,6 +40,7 @@ class CutModel:
         stages: All stages, as modules without anything of their own.
         schedule: The actions of each rank.
         loss: The loss, which looks at the first micro-batch where it could not be checked before.
+        idle: The names of the parameters that the loss does not depend on, as far as that is known.
     """
 
     found: Traced | Tree
@@ -47,6 +48,7 @@ class CutModel:
     stages: Sequence[StageModule]
     schedule: Schedule
     loss: Loss
+    idle: Sequence[str] = ()
 
 
 def trace_requested_model(terms: PipelineTerms) -> Traced | Tree:
@@ -85,7 +87,7 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
         plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
         times = plan.microbatches * terms.position.grid.replicas
         terms.control.run_on_all_ranks(lambda: _refuse_uses(found, uses, plan, stages, times))
-        return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages, loss))
+        return CutModel(found, plan, stages, schedule, *_check_cut(terms, found, plan, stages, loss))
 
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
@@ -168,13 +170,13 @@ def _refuse_uses(found: Traced | Tree, uses: LossUses, plan: Plan, stages: Seque
 
 def _check_cut(
     terms: PipelineTerms, found: Traced | Tree, plan: Plan, stages: Sequence[StageModule], loss: Loss
-) -> Loss:
+) -> tuple[Loss, Sequence[str]]:
     """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
-    with."""
+    with, and the parameters that it is known not to depend on."""
     request, first = terms.request, terms.control.run_on_first_rank
     weight, whole = request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
-        return loss
+        return loss, ()
     times = plan.microbatches * terms.position.grid.replicas
     if times > 1:
         first(lambda: check_second_forward(request.model, terms.example, whole, times))
@@ -184,8 +186,9 @@ def _check_cut(
         )
     )
     if times == 1:
-        return loss
+        return loss, ()
     if request.targets is None:
-        return FirstLook(loss, weight, times)
-    first(lambda: check_samples(request.model, found, terms.example, request.targets, request.loss, weight, whole))
-    return loss
+        return FirstLook(loss, weight, times), ()
+    return loss, first(
+        lambda: check_samples(request.model, found, terms.example, request.targets, request.loss, weight, whole)
+    )

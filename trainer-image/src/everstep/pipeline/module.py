@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -65,6 +65,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self._non_persistent_buffers_set = part._non_persistent_buffers_set
         self._fixed, self._sizes, self._fixed_modules = fixed, sizes, modules
         self.opened = PipelineOpen()
+        self._idle: list[Any] = []
         if fixed is not None:
             fixed.watch([self, *(stage.module for stage in stages.values())])
         if modules is not None:
@@ -76,7 +77,22 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 
         A batch is given as the example was; a process that reads nothing of it may give None. See `Engine.step`.
         """
-        return self.engine.step(*self._read(batch, targets), last=last)
+        done = self.engine.step(*self._read(batch, targets), last=last)
+        for parameter in self._idle if last else ():
+            if parameter.grad is not None and not bool(parameter.grad.any()):
+                parameter.grad = None
+        return done
+
+    def expect_idle(self, names: Collection[str]) -> None:
+        """Take gradients of zeros for none where a loss is known not to depend on a parameter.
+
+        Stages send zeros back for a value that the loss does not use, and weight decay would change the parameters
+        behind it. In one process these have no gradient.
+
+        Args:
+            names: Of these parameters, in the model.
+        """
+        self._idle = [each for name, each in self.named_parameters() if name in set(names)]
 
     def evaluate(self, batch: Any = None, targets: Any = None) -> StepResult:
         """Forward only, in the mode that the modules are in (`eval`, `train`); without targets there is no loss."""
