@@ -160,6 +160,7 @@ def _uses(rank: int) -> dict[str, str]:
     uses: dict[str, Callable[[], Any]] = {
         "average": average_all,
         "copy": lambda: copy.deepcopy(model),
+        "copy of the pipeline": lambda: copy.deepcopy(run),
         "state": model.state_dict,
         "evaluation": lambda: model(X),
         "norm": lambda: torch.nn.utils.get_total_norm([each.data for each in model.parameters()]),
@@ -201,6 +202,8 @@ def test_a_script_that_takes_a_process_s_model_for_the_trained_one_is_told() -> 
         for name, words in said.items():
             if name in plain:
                 assert words == plain[name], (name, words)
+            elif name == "copy of the pipeline":
+                assert words.startswith("PipelineError: a pipeline cannot be copied"), words
             else:
                 assert words.startswith("PipelineError: "), (name, words)
                 assert f"reads parameter '{foreign}." in words, (name, words)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from everstep.pipeline.frontend.foreign_weights import WeightReads
 
 _log = logging.getLogger("everstep.pipeline")
 
+_LARGEST = 1 << 20  # elements
 _ROUNDING = 1e-5  # relative; sums on a GPU may come in another order each time
 
 
@@ -39,16 +41,29 @@ def loss_kept(loss: Loss) -> Iterator[None]:
         kept.append((held, dict(held)))
         kept += [(each, each.copy()) for each in held.values() if type(each) in (dict, list, set)]
     inside = [each for _, before in kept for each in (before.values() if isinstance(before, dict) else before)]
-    tensors = [(each, each.clone()) for each in inside if _is_plain_tensor(each)]
+    tensors = [(each, each.clone()) for each in inside if _is_small_state(each)]
     try:
         yield
     finally:
         for held, before in kept:
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(before)
+            _restore(held, before)
         for tensor, before in tensors:
             if not torch.equal(tensor, before):
                 tensor.copy_(before)
+
+
+def _restore(held: Any, before: Any) -> None:
+    """Restore what has changed in a container, and touch nothing else: other threads may use it."""
+    if isinstance(held, dict):
+        for key in [key for key in held if key not in before]:
+            del held[key]
+        held.update({key: value for key, value in before.items() if key not in held or held[key] is not value})
+    elif isinstance(held, list):
+        if len(held) != len(before) or not all(map(is_, held, before)):
+            held[:] = before
+    else:
+        held &= before
+        held |= before
 
 
 def call_twice(loss: Loss, output: Any, targets: Any, weight: Loss | None) -> tuple[float, float] | None:
@@ -114,6 +129,7 @@ def _list_holders(loss: Any) -> list[Any]:
     return [holder] if hasattr(holder, "__dict__") and not isinstance(holder, FunctionType | ModuleType | type) else []
 
 
-def _is_plain_tensor(value: Any) -> bool:
+def _is_small_state(value: Any) -> bool:
+    """Tell whether a value is a tensor that a loss may change; data of an object that it is part of are larger."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-    return plain and value.layout is torch.strided and value.device.type != "meta"
+    return plain and value.layout is torch.strided and value.device.type != "meta" and value.numel() <= _LARGEST

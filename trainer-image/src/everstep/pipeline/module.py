@@ -188,6 +188,12 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             self.engine.watch.fail(error)
         self.close()
 
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise PipelineError(
+            "a pipeline cannot be copied, as its processes and connections cannot: keep averages as "
+            "{name: each.detach().clone() for name, each in run.named_parameters()}, and change those after each step"
+        )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         raise PipelineError(
             "a pipeline stays where and as it was made: give LayoutOptions(device=…) to pipeline(), cast the model "

@@ -114,7 +114,7 @@ class _Cut:
                 self._writes(),
                 self._uses(),
                 self._repeats(items),
-                {name for name, value in outputs.items() if value not in self.units.learning},
+                {name for name, value in outputs.items() if self._is_end(value)},
             ),
             next((unit.name for unit in self.own for part in iterate_parts(unit.item) if _has_listeners(part)), ""),
         )
@@ -141,6 +141,11 @@ class _Cut:
             for call in item.all_calls() if isinstance(item, Call) else ():
                 found[call.path].append(call.repeat)
         return {path: tuple(each) for path, each in found.items() if each != list(range(len(each)))}
+
+    def _is_end(self, value: int) -> bool:
+        """Tell whether a value with a gradient is used without it; one that has none may get one by mistake, which the
+        engine sees."""
+        return self.record.values[value].gradient and value not in self.units.learning
 
     def _known(self, sizes: Iterable[Size]) -> tuple[list[str], dict[Any, Any]]:
         """The arguments that it reads, and the shapes of all that it is given. Where those do not show a size that it
