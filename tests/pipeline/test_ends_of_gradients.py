@@ -1,5 +1,5 @@
-"""What a later stage or a loss does not differentiate through gives its makers no gradient, as in one process: not one
-of zeros, by which an optimizer with weight decay would change them."""
+"""A value that a later stage or a loss does not differentiate through gives its makers no gradient, as in one process:
+not one of zeros, by which an optimizer with weight decay would change them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _WHY = (
 
 @dataclass(frozen=True)
 class LossUses:
-    """What a loss uses beside its arguments.
+    """The uses that a loss makes of what is beside its arguments.
 
     Attributes:
         weights: The names of the model's parameters and buffers that it reads itself.

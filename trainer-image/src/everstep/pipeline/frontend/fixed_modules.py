@@ -1,4 +1,4 @@
-"""What a model is made of when it is cut: a stage runs parts of it by itself, and sees no change of what holds them.
+"""The modules of a model as it is cut: a stage runs parts of it by itself, and sees no change of what holds them.
 
 A module that is never cut is called as it is, with what it holds then. Of all others a stage has a list of what to
 call. So another module in the place of one of theirs, another tensor in the place of a buffer, a hook or another

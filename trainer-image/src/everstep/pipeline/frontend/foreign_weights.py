@@ -123,7 +123,7 @@ _classes: dict[type, type] = {}
 
 
 class ForeignTensor:
-    """What a weight of another stage is, beside the class that it had: its values are not to be read."""
+    """A weight of another stage, beside the class that it had: its values are not to be read."""
 
     plain: type
 
