@@ -81,6 +81,8 @@ def resolve_template(
         return RejectedTemplate(Reason.NOT_PERMITTED, message)
     if plain and job.spec.num_nodes > plain_mode.MAX_NODES:
         return RejectedTemplate(Reason.INVALID_TEMPLATE, _TOO_MANY_PLAIN.format(nodes=job.spec.num_nodes))
+    if (message := _find_memory_shortage(job)) is not None:
+        return RejectedTemplate(Reason.INVALID_TEMPLATE, message)
     config = build_job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
     spec = merge_overlay(_build_base_pod(job, epoch, pool, plain, settings), over)
     profile = job.spec.security_profile
@@ -260,6 +262,8 @@ def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> 
     resources = spec.resources.manifest()
     if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
         container["resources"] = resources
+    if spec.checkpoint is not None and spec.checkpoint.secret_ref is not None:
+        container["envFrom"] = [{"secretRef": {"name": spec.checkpoint.secret_ref.name}}]
     if spec.image_pull_policy is not None:
         container["imagePullPolicy"] = spec.image_pull_policy
     return container
@@ -275,9 +279,10 @@ def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dic
 
 def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSettings) -> list[dict[str, Any]]:
     name = make_template_name(job.metadata.name, epoch)
+    shared_memory, checkpoint_memory = _limit_memory_volumes(job)
     volumes: list[dict[str, Any]] = [
-        {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _limit_memory_volume(job)}},
-        *({"name": f"everstep-{folder}", "emptyDir": {}} for folder in _FOLDERS),
+        {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
+        *({"name": f"everstep-{folder}", **_find_volume_source(job, folder)} for folder in _FOLDERS),
     ]
     if plain:
         config = {
@@ -295,19 +300,47 @@ def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSett
         {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
         {"name": TOKEN_VOLUME, "secret": {"secretName": token, "defaultMode": 0o440}},
         {"name": "everstep-run", "emptyDir": {}},
-        {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _limit_memory_volume(job)}},
+        {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": checkpoint_memory}},
     ]
 
 
-def _limit_memory_volume(job: TrainingJob) -> str:
-    """Return the size limit of one memory volume: half of the pod's memory.
+def _find_volume_source(job: TrainingJob, folder: str) -> dict[str, Any]:
+    policy = job.spec.checkpoint
+    if folder == "checkpoints" and policy is not None and policy.volume is not None:
+        return policy.volume.manifest()
+    return {"emptyDir": {}}
 
-    What is in it counts against the pod's limit. Two volumes that are both full leave nothing for the ranks: the
+
+def _limit_memory_volumes(job: TrainingJob) -> tuple[str, str]:
+    """Return the size limits of /dev/shm and of the volume for copies of checkpoints: half of the pod's memory each,
+    or what the job says for the second, and half of the rest.
+
+    What is in them counts against the pod's limit. Two volumes that are both full leave nothing for the ranks: the
     checkpoint library therefore checks the memory that is available before it makes slots.
     """
+    memory, said = _count_pod_memory(job), job.spec.checkpoint and job.spec.checkpoint.memory
+    if not said:
+        half = memory // 2 if memory is not None else DEFAULT_SHM_BYTES
+        return str(half), str(half)
+    copies = int(parse_quantity(said))
+    return str((memory - copies) // 2 if memory is not None else DEFAULT_SHM_BYTES), str(copies)
+
+
+def _find_memory_shortage(job: TrainingJob) -> str | None:
+    """Return what is wrong with the memory for copies of checkpoints; None if it is a part of the pod's."""
+    memory, said = _count_pod_memory(job), job.spec.checkpoint and job.spec.checkpoint.memory
+    if not said or memory is None or parse_quantity(said) < memory:
+        return None
+    return (
+        f"checkpoint.memory is {said}, and the pod has {memory} bytes of memory, of which it is a part: raise "
+        "resources.limits.memory to what the program needs besides, or lower checkpoint.memory"
+    )
+
+
+def _count_pod_memory(job: TrainingJob) -> int | None:
     resources = job.spec.resources
     memory = resources.limits.get("memory") or resources.requests.get("memory")
-    return str(int(parse_quantity(memory)) // 2 if memory else DEFAULT_SHM_BYTES)
+    return int(parse_quantity(memory)) if memory else None
 
 
 def _build_tolerations(pool: TrainingPool | None, settings: PlanSettings) -> list[dict[str, Any]]:

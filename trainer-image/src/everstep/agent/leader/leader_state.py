@@ -35,6 +35,7 @@ from everstep.agent.wire.protocol import (
 
 from .commands import Command, EndJob, HangUp, StartRanks, StopRanks
 from .generation import SETTLE_SECONDS, Generation
+from .checkpoint_meter import CheckpointMeter
 from .members import JobMembers
 from .progress_meter import ProgressMeter
 from .restart_allowance import RestartAllowance
@@ -65,6 +66,7 @@ class LeaderState:
         self.outcome: Outcome | None = None
         self.budget = RestartAllowance(config.application_restarts, config.max_backoff)
         self.meter = ProgressMeter()
+        self.checkpoints = CheckpointMeter()
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
         self.superseded = False
@@ -109,6 +111,7 @@ class LeaderState:
             **self._members.to_json(),
             "ranksStartedAt": self.ranks_started_at,
             "progress": self.meter.to_json(),
+            "checkpoint": self.checkpoints.to_json(),
             "generationHistory": [e.to_json(tail=i >= tails) for i, e in enumerate(history)],
             "outcome": self.outcome.to_json() if self.outcome else None,
         }
@@ -217,7 +220,10 @@ class LeaderState:
 
     def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
         if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
+            ranks = tuple(ranks)
             self.meter.update(now, now + self._wall_offset, ranks)
+            if self.checkpoints.update(now + self._wall_offset, (epoch, generation), ranks):
+                self._changed()
             self._advance(now)
 
     def update_gpus(self, index: int, gpus: tuple[Gpu, ...]) -> None:
@@ -272,6 +278,7 @@ class LeaderState:
         self._current = Generation(self.config, (self.epoch, self.generation), now)
         self._members.started(self._current.order)
         self.ranks_started_at = None
+        self.checkpoints.restart(self.meter.generation_step)
         self.meter.restart()
         layout = GenerationLayout(
             epoch=self.epoch,
