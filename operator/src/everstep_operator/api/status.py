@@ -105,7 +105,7 @@ class TrainingProgress(StatusModel):
 
 
 class RestoreStatus(StatusModel):
-    """What the newest generation that restored began from."""
+    """The newest restore of the job's ranks."""
 
     id: str = Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$", max_length=32)
     """`epoch.generation` of the generation that restored."""

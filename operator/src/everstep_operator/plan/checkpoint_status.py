@@ -1,4 +1,4 @@
-"""The job's checkpoints in its status: the newest one, what generations began from, and what of it is worth an event."""
+"""The job's checkpoints in its status: the newest one, what generations began from, and what is worth an event."""
 
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ _MAX = 4096
 _WantedCondition = tuple[bool, Reason, str]
 
 
-def build_conditions(
-    s: PlanContext, decision: Decision, checkpoint: CheckpointStatus | None = None
-) -> list[Condition]:
+def build_conditions(s: PlanContext, decision: Decision, checkpoint: CheckpointStatus | None = None) -> list[Condition]:
     """Return all conditions after the decision, in a fixed order.
 
     Args:

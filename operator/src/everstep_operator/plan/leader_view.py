@@ -29,7 +29,7 @@ class LeaderProgress:
 
 @dataclass(frozen=True, slots=True)
 class ReportedRestore:
-    """What a generation began from."""
+    """The start of a generation from a checkpoint, or from none."""
 
     id: str  # of the generation
     step: int

@@ -16,9 +16,19 @@ from typing import Any
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.scalars import parse_quantity
 from everstep_operator.plan import plain_mode
-from everstep_operator.plan.agent_config import DEFAULT_GPU_RESOURCE, build_job_config, gpu_resource
+from everstep_operator.plan.agent_config import (
+    CHECKPOINT_VARIABLE,
+    DEFAULT_GPU_RESOURCE,
+    build_job_config,
+    gpu_resource,
+)
+from everstep_operator.plan.checkpoint_volumes import (
+    find_memory_shortage,
+    find_missing_store,
+    find_volume_source,
+    limit_memory_volumes,
+)
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, PlanSettings, token_secret_name
@@ -30,7 +40,6 @@ from everstep_operator.plan.template_field_types import find_misshapen_field
 
 AGENT_COMMAND = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
 DEFAULT_USER_ID = 1000
-DEFAULT_SHM_BYTES = 1 << 30
 # Where the checkpoint library keeps its slots. Not in /dev/shm, which the agent empties between two generations: ranks
 # that are started again in place restore from here, without the store.
 MEMORY_VARIABLE, CHECKPOINT_MEMORY = "EVERSTEP_CHECKPOINT_MEMORY", "/opt/everstep/memory"
@@ -81,7 +90,7 @@ def resolve_template(
         return RejectedTemplate(Reason.NOT_PERMITTED, message)
     if plain and job.spec.num_nodes > plain_mode.MAX_NODES:
         return RejectedTemplate(Reason.INVALID_TEMPLATE, _TOO_MANY_PLAIN.format(nodes=job.spec.num_nodes))
-    if (message := _find_memory_shortage(job)) is not None:
+    if (message := find_memory_shortage(job)) is not None:
         return RejectedTemplate(Reason.INVALID_TEMPLATE, message)
     config = build_job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
     spec = merge_overlay(_build_base_pod(job, epoch, pool, plain, settings), over)
@@ -95,6 +104,8 @@ def resolve_template(
     if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _has_mount(trainer, "/tmp"):  # noqa: S108
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _build_mount("everstep-tmp", "/tmp")]  # noqa: S108
         spec["volumes"] = [*spec["volumes"], {"name": "everstep-tmp", "emptyDir": {}}]
+    if (why := find_missing_store(job, spec, trainer)) is not None:
+        config["variables"] = {**config["variables"], CHECKPOINT_VARIABLE: _encode_json({"missing": why})}
     config |= {"ownsSharedMemory": _owns_shared_memory(spec, trainer), "ownsIpc": not spec.get("hostIPC")}
     # A user's volume on one of our mount points leaves our volume without a use.
     used = [m.get("name") for c in _list_containers(spec) for m in c.get("volumeMounts") or ()]
@@ -279,10 +290,10 @@ def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dic
 
 def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSettings) -> list[dict[str, Any]]:
     name = make_template_name(job.metadata.name, epoch)
-    shared_memory, checkpoint_memory = _limit_memory_volumes(job)
+    shared_memory, checkpoint_memory = limit_memory_volumes(job)
     volumes: list[dict[str, Any]] = [
         {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
-        *({"name": f"everstep-{folder}", **_find_volume_source(job, folder)} for folder in _FOLDERS),
+        *({"name": f"everstep-{folder}", **find_volume_source(job, folder)} for folder in _FOLDERS),
     ]
     if plain:
         config = {
@@ -302,45 +313,6 @@ def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSett
         {"name": "everstep-run", "emptyDir": {}},
         {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": checkpoint_memory}},
     ]
-
-
-def _find_volume_source(job: TrainingJob, folder: str) -> dict[str, Any]:
-    policy = job.spec.checkpoint
-    if folder == "checkpoints" and policy is not None and policy.volume is not None:
-        return policy.volume.manifest()
-    return {"emptyDir": {}}
-
-
-def _limit_memory_volumes(job: TrainingJob) -> tuple[str, str]:
-    """Return the size limits of /dev/shm and of the volume for copies of checkpoints: half of the pod's memory each,
-    or what the job says for the second, and half of the rest.
-
-    What is in them counts against the pod's limit. Two volumes that are both full leave nothing for the ranks: the
-    checkpoint library therefore checks the memory that is available before it makes slots.
-    """
-    memory, said = _count_pod_memory(job), job.spec.checkpoint and job.spec.checkpoint.memory
-    if not said:
-        half = memory // 2 if memory is not None else DEFAULT_SHM_BYTES
-        return str(half), str(half)
-    copies = int(parse_quantity(said))
-    return str((memory - copies) // 2 if memory is not None else DEFAULT_SHM_BYTES), str(copies)
-
-
-def _find_memory_shortage(job: TrainingJob) -> str | None:
-    """Return what is wrong with the memory for copies of checkpoints; None if it is a part of the pod's."""
-    memory, said = _count_pod_memory(job), job.spec.checkpoint and job.spec.checkpoint.memory
-    if not said or memory is None or parse_quantity(said) < memory:
-        return None
-    return (
-        f"checkpoint.memory is {said}, and the pod has {memory} bytes of memory, of which it is a part: raise "
-        "resources.limits.memory to what the program needs besides, or lower checkpoint.memory"
-    )
-
-
-def _count_pod_memory(job: TrainingJob) -> int | None:
-    resources = job.spec.resources
-    memory = resources.limits.get("memory") or resources.requests.get("memory")
-    return int(parse_quantity(memory)) if memory else None
 
 
 def _build_tolerations(pool: TrainingPool | None, settings: PlanSettings) -> list[dict[str, Any]]:

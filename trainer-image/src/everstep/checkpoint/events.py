@@ -80,7 +80,7 @@ class Metrics:
 
 
 class JobReport:
-    """What the status of an everstep job shows of a run's checkpoints."""
+    """The report of a run's checkpoints to the status of its everstep job."""
 
     def __init__(self) -> None:
         self._failed = 0  # saves, since the last one that was stored

@@ -1,4 +1,4 @@
-"""Where checkpoints of runs on this machine lie: a run that did not succeed is continued by the next one."""
+"""Find the checkpoints of runs on this machine: a run that did not succeed is continued by the next one."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class LocalCheckpoints:
 
     @property
     def folder(self) -> Path:
-        """The folder of this run's checkpoints."""
+        """Return the folder of this run's checkpoints."""
         return self._record.parent / str(self._number)
 
     @property
     def continues(self) -> bool:
-        """Whether an earlier run has left checkpoints."""
+        """Tell whether an earlier run has left checkpoints."""
         return self.folder.is_dir() and any(self.folder.iterdir())
 
     def list_notes(self) -> list[str]:

@@ -15,7 +15,8 @@ def run(
         int | None, typer.Option("--procs", min=1, help="Ranks per node instead of numProcPerNode.")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option("--base", help="Folder for /opt/ml of each node, and for checkpoints. Default: a temporary one.")
+        Path | None,
+        typer.Option("--base", help="Folder of each node's /opt/ml and of checkpoints. Default: temporary."),
     ] = None,
     new: Annotated[
         bool, typer.Option("--new", help="Begin anew, though an earlier run was interrupted and left checkpoints.")

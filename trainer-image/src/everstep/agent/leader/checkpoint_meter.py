@@ -52,7 +52,7 @@ class CheckpointMeter:
             said, before = rank.checkpoint, self._said
             self._teller, self._said = rank.rank, said
             news |= said != before
-            if said.checkpoint is not None and said.checkpoint != before.checkpoint:
+            if said.checkpoint is not None and said.checkpoint not in (before.checkpoint, self.step):
                 self.step, self._bytes, self._at = said.checkpoint, said.checkpoint_bytes, wall
             if said.checkpoints_failed is not None:
                 self._failed = said.checkpoints_failed

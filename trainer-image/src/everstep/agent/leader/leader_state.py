@@ -33,9 +33,9 @@ from everstep.agent.wire.protocol import (
     Outcome,
 )
 
+from .checkpoint_meter import CheckpointMeter
 from .commands import Command, EndJob, HangUp, StartRanks, StopRanks
 from .generation import SETTLE_SECONDS, Generation
-from .checkpoint_meter import CheckpointMeter
 from .members import JobMembers
 from .progress_meter import ProgressMeter
 from .restart_allowance import RestartAllowance

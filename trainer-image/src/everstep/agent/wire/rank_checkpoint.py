@@ -1,9 +1,10 @@
-"""What a rank says of its checkpoints: the newest one that is stored, saves that failed, and what it began from."""
+"""A rank's words about checkpoints: the newest one that is stored, saves that failed, and what it began from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Mapping
+from typing import Any
 
 TIERS = ("memory", "peer", "store")
 MAX_INTEGER = 2**53  # JSON readers keep no more
@@ -45,8 +46,8 @@ class RankCheckpoint:
             return replace(self, restored_from=value) if value in TIERS else None
         if name not in NAMES or not (value.isascii() and value.isdecimal() and len(value) <= 16):
             return None
-        number = int(value)
-        return replace(self, **{name: number}) if number <= MAX_INTEGER else None
+        said: dict[str, Any] = {name: int(value)}
+        return replace(self, **said) if said[name] <= MAX_INTEGER else None
 
     def to_json(self) -> dict[str, Any]:
         """Return what was said, by the names of the words."""

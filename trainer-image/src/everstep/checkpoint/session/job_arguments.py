@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint.errors import CheckpointError
+
 VARIABLE = "EVERSTEP_CHECKPOINT"
 DEFAULT_FOLDER = "checkpoints"
 DEFAULT_KEEP_LAST = 3
 _INTERVAL = frozenset({"every", "every_steps"})
 _NAMES = frozenset({"store", "keep_last"}) | _INTERVAL
+_SAID = _NAMES | {"missing"}  # why the job has no store
 
 
 def fill_arguments(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -27,6 +30,7 @@ def fill_arguments(given: Mapping[str, Any], environ: Mapping[str, str] = os.env
 
     Raises:
         ValueError: EVERSTEP_CHECKPOINT is not a JSON object.
+        CheckpointError: Neither the script nor the job names a store, and the nodes share no folder.
     """
     filled = dict(given)
     said = read_job_arguments(environ)
@@ -35,7 +39,7 @@ def fill_arguments(given: Mapping[str, Any], environ: Mapping[str, str] = os.env
         if filled.get(name) is None and said.get(name) is not None:
             filled[name] = said[name]
     if filled.get("store") is None:
-        filled["store"] = find_default_folder(environ)
+        filled["store"] = find_default_store(environ)
     if filled.get("keep_last") is None:
         filled["keep_last"] = DEFAULT_KEEP_LAST
     return filled
@@ -59,15 +63,40 @@ def read_job_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
         said = None
     if not isinstance(said, dict):
         raise ValueError(f'{VARIABLE} is {text!r}, and must be a JSON object, as {{"store": "s3://bucket/run"}}')
-    return {name: said[name] for name in _NAMES & said.keys()}
+    return {name: said[name] for name in _SAID & said.keys()}
 
 
-def find_default_folder(environ: Mapping[str, str]) -> str:
-    """Return the folder for checkpoints of a run that names no store: that of the job, else one in the working folder.
+def has_checkpoint_store() -> bool:
+    """Return whether `everstep.checkpointer()` without arguments has a store: scripts may run with one and without.
+
+    Returns:
+        False in a job of several nodes whose manifest names neither a store nor a volume in `spec.checkpoint`.
+
+    Raises:
+        ValueError: EVERSTEP_CHECKPOINT is not a JSON object.
+    """
+    try:
+        return bool(find_default_store(os.environ))
+    except CheckpointError:
+        return False
+
+
+def find_default_store(environ: Mapping[str, str]) -> str:
+    """Return where checkpoints of a run are kept whose script names no store: what the job names, else its folder, else
+    one in the working folder.
 
     Args:
         environ: The environment of this process.
+
+    Raises:
+        ValueError: EVERSTEP_CHECKPOINT is not a JSON object.
+        CheckpointError: The job has several nodes, which share no folder.
     """
+    said = read_job_arguments(environ)
+    if said.get("store"):
+        return str(said["store"])
+    if said.get("missing"):
+        raise CheckpointError(str(said["missing"]))
     model = environ.get("SM_MODEL_DIR", "")  # of the container contract, which has a folder for checkpoints beside it
     if environ.get("EVERSTEP_JOB") and model:
         return str(Path(model).parent / DEFAULT_FOLDER)
