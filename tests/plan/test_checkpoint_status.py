@@ -135,3 +135,19 @@ def test_a_job_that_was_to_save_and_never_did_is_overdue_too() -> None:
     world.now += 1801
     world.reconcile()
     assert world.status.is_true(ConditionType.CHECKPOINT_STALE)
+
+
+def test_steps_that_are_trained_again_do_not_count_as_good() -> None:
+    world = saves()
+    world.train(500)
+    world.now += 100
+    world.reconcile()
+    world.fail_rank()
+    world.run("Running")
+    assert world.status.progress is not None
+    assert world.status.progress.steps_per_second == 1.0
+    world.reported = ReportedCheckpoint(step=470, restored=ReportedRestore("1.2", 470, lost_steps=30))
+    world.reconcile()
+    timings = world.status.timings
+    assert timings.lost == 30.0
+    assert timings.goodput == round((timings.running - 30) / (timings.running + timings.recovering), 4)

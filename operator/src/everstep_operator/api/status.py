@@ -262,8 +262,10 @@ class Timings(StatusModel):
     """In phase Running."""
     recovering: Seconds = 0.0
     """In phase Restarting."""
+    lost: Seconds = 0.0
+    """Part of `running` in which steps were trained that a restart has lost, by the steps per second before it."""
     goodput: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of Running in the time of Running and Restarting. Repeated steps count as running."""
+    """Share of Running, without the lost part, in the time of Running and Restarting."""
 
 
 class TrainingJobStatus(StatusModel):

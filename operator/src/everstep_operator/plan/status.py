@@ -9,6 +9,7 @@ from __future__ import annotations
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import (
     MAX_TRANSITIONS,
+    CheckpointStatus,
     ConditionType,
     Phase,
     Timings,
@@ -61,7 +62,7 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
             "start_failures": decision.start_failures,
             "last_failure": decision.last_failure or old.last_failure,
             "transitions": _update_transitions(s, decision) if moved else old.transitions,
-            "timings": _update_timings(s) if moved else old.timings,
+            "timings": _update_timings(s, moved, checkpoint),
         }
     )
     overdue = find_overdue_time(s, checkpoint)
@@ -127,16 +128,24 @@ def _update_transitions(s: PlanContext, decision: Decision) -> list[Transition]:
     return known[-MAX_TRANSITIONS:]
 
 
-def _update_timings(s: PlanContext) -> Timings:
+def _update_timings(s: PlanContext, moved: bool, checkpoint: CheckpointStatus | None) -> Timings:
     """Return the timings. Time is booked when a phase ends: a status that only counted seconds would be written every
-    second."""
+    second. Lost time is booked when ranks say from which step they continue."""
     timings = s.status.timings
-    if s.open is None or (bucket := _TIMING_OF_PHASE.get(s.open.phase)) is None:
+    changes: dict[str, float | None] = {}
+    if moved and s.open is not None and (bucket := _TIMING_OF_PHASE.get(s.open.phase)) is not None:
+        spent = max(0.0, s.now - s.open.start.timestamp())
+        changes[bucket] = round(getattr(timings, bucket) + spent, 3)
+    known = s.status.checkpoint.lost_steps if s.status.checkpoint is not None else 0
+    steps = checkpoint.lost_steps - known if checkpoint is not None else 0
+    rate = s.status.progress.steps_per_second if s.status.progress is not None else None
+    if steps > 0 and rate:
+        changes["lost"] = round(timings.lost + steps / rate, 3)
+    if not changes:
         return timings
-    spent = max(0.0, s.now - s.open.start.timestamp())
-    timings = timings.model_copy(update={bucket: round(getattr(timings, bucket) + spent, 3)})
+    timings = timings.model_copy(update=changes)
     busy = timings.running + timings.recovering
-    goodput = round(timings.running / busy, 4) if busy > 0 else None
+    goodput = round(max(0.0, timings.running - timings.lost) / busy, 4) if busy > 0 else None
     return timings.model_copy(update={"goodput": goodput})
 
 
