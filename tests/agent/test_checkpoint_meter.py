@@ -31,8 +31,8 @@ def test_nothing_is_said_of_a_job_that_saves_nothing() -> None:
 
 def test_the_newest_checkpoint_has_its_size_and_time() -> None:
     meter = CheckpointMeter()
-    assert meter.update(7.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
-    assert not meter.update(9.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
+    meter.update(7.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
+    meter.update(9.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
     told = meter.to_json()
     assert told == {"step": 50, "bytes": 99, "at": 7.0, "failedSaves": 0, "restored": None}
 
@@ -76,12 +76,19 @@ def test_a_restored_checkpoint_keeps_the_size_that_is_known() -> None:
     assert (told["step"], told["bytes"], told["at"]) == (50, 99, 7.0)
 
 
-def test_a_waiting_poll_is_answered_at_once_when_a_save_has_ended() -> None:
+def test_a_waiting_poll_is_answered_at_once_when_ranks_have_restored_or_a_save_failed() -> None:
     bench: Bench = running()
+    bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, 1)])  # from now on progress waits for a second
+    for words in ({"restored": 50}, {"restored": 50, "checkpoints_failed": 1}):
+        before = bench.leader.version
+        bench.leader.take_heartbeat(bench.now, 1, 1, [says(**words)])
+        assert bench.leader.version > before
     before = bench.leader.version
-    bench.leader.take_heartbeat(bench.now, 1, 1, [says(checkpoint=50)])
+    bench.leader.take_heartbeat(bench.now, 1, 1, [says(restored=50, checkpoints_failed=1, checkpoint=60)])
+    assert bench.leader.version == before, "some scripts save after each step"
+    bench.later(1.0)
     assert bench.leader.version > before
-    assert bench.leader.state()["checkpoint"]["step"] == 50
+    assert bench.leader.state()["checkpoint"]["step"] == 60
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,14 @@ def update_checkpoint(s: PlanContext) -> CheckpointStatus | None:
     """Return the job's checkpoints as they are known now.
 
     Args:
-        s: The job at this moment. The answer of a leader whose epoch is over says nothing any more.
+        s: The job at this moment. What a leader says whose epoch is over counts no more.
     """
     old = s.status.checkpoint
-    seen = s.leader.checkpoint if s.leader is not None else None
-    if seen is None or s.leader is None or s.leader.epoch < s.status.epoch:
+    word = s.head.ended.word if s.head is not None and s.head.ended is not None else None
+    # The last answer of the leader, if there was one, is older than its last word.
+    teller = word if word is not None and word.checkpoint is not None else s.leader
+    seen = teller.checkpoint if teller is not None else None
+    if seen is None or teller is None or teller.epoch < s.status.epoch:
         return old
     base = old or CheckpointStatus()
     restored, lost = _update_restored(s, base, seen.restored)

@@ -169,7 +169,7 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
         ),
         running_since=running_since,
         progress=parse_progress(data.get("progress")),
-        checkpoint=_parse_checkpoint(data.get("checkpoint"), answered_at),
+        checkpoint=parse_checkpoint(data.get("checkpoint"), answered_at),
         history=tuple(sorted(_parse_history(data.get("generationHistory"), ended, answered_at), key=lambda e: e.order)),
         outcome=_parse_outcome(data.get("outcome")),
     )
@@ -255,7 +255,13 @@ def parse_progress(raw: Any) -> LeaderProgress | None:
     )
 
 
-def _parse_checkpoint(raw: Any, answered_at: float) -> ReportedCheckpoint | None:
+def parse_checkpoint(raw: Any, answered_at: float) -> ReportedCheckpoint | None:
+    """Return what is said of the job's checkpoints; None where nothing is.
+
+    Args:
+        raw: The decoded JSON.
+        answered_at: When it came, in Unix seconds: nothing was saved later.
+    """
     data = _as_mapping(raw)
     if not data:
         return None

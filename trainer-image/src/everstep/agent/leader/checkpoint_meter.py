@@ -43,7 +43,7 @@ class CheckpointMeter:
             ranks: Those that have said something.
 
         Returns:
-            Whether something of it is news that cannot wait: a restore, or a save that has ended.
+            Whether something of it is news that cannot wait: a restore, or a save that failed.
         """
         news = False
         for rank in ranks:
@@ -51,7 +51,7 @@ class CheckpointMeter:
                 continue
             said, before = rank.checkpoint, self._said
             self._teller, self._said = rank.rank, said
-            news |= said != before
+            news |= (said.restored, said.checkpoints_failed or 0) != (before.restored, before.checkpoints_failed or 0)
             if said.checkpoint is not None and said.checkpoint not in (before.checkpoint, self.step):
                 self.step, self._bytes, self._at = said.checkpoint, said.checkpoint_bytes, wall
             if said.checkpoints_failed is not None:
