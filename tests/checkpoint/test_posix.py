@@ -67,7 +67,6 @@ def test_a_store_that_is_moved_away_in_the_middle_of_a_write_may_come_back(tmp_p
     assert caught.value.may_pass
 
 
-
 def test_a_folder_below_the_home_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert PosixStore("~/runs").url == str(tmp_path / "runs")
