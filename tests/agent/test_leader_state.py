@@ -53,6 +53,17 @@ def test_mpi_succeeds_only_with_its_launcher() -> None:
     assert bench.ends()[0].outcome.result == "succeeded"
 
 
+def test_a_launcher_that_ended_well_is_waited_for_no_longer_than_a_report_takes() -> None:
+    """Ranks that it did not start will never tell of an end, nor of a start."""
+    bench = Bench(distribution="mpi").join_all()
+    bench.report(0, [ProcessExit(0, 0), ProcessExit(1, 0), ProcessExit(None, 0, launcher=True)])
+    bench.later(9.0)
+    assert bench.phase == "starting"
+    bench.later(1.1).clean().later(0.5)
+    assert bench.history == [("1.1", "Application", 0)]
+    assert "node 1 for one" in bench.leader.budget.history[0].message
+
+
 def test_a_failed_rank_restarts_all_in_place_at_once() -> None:
     bench = running().fail(1, 3)
     (stop,) = bench.stops()

@@ -91,6 +91,8 @@ class LeaderState:
             times.append(self._backoff_until)
         if self.phase == STOPPING and self._current:
             times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE_SECONDS]
+        if self._current and self._current.launcher_deadline is not None:
+            times.append(self._current.launcher_deadline)
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
         return min((t for t in times if t > now), default=now)
@@ -305,6 +307,9 @@ class LeaderState:
             self._enter(RUNNING)
         elif self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
+        elif current.launcher_deadline is not None and now >= current.launcher_deadline:
+            end = protocol.ProcessExit(None, 1, message=current.explain_left_out(), launcher=True)
+            self._fail(now, failure_causes.make_exit_failure(now, 0, end))
 
     def _begin_stop(self, now: float, current: Generation) -> None:
         graceful = current.failures[0].cause in (protocol.STOPPED, protocol.LEAVING)
