@@ -87,6 +87,30 @@ async def test_none_runs_the_command_once_per_node_with_torchruns_variables(tmp_
     assert {"PET_NNODES=2", "PET_NODE_RANK=1", "PET_NPROC_PER_NODE=4", "PET_MASTER_PORT=29500"} <= set(text)
 
 
+@pytest.mark.parametrize("procs", [1, 2])
+async def test_a_torchrun_in_the_place_of_a_rank_is_one_node_of_the_job(tmp_path: Path, procs: int) -> None:
+    """By itself it would know of no other: each would train a model of its own, and all would succeed."""
+    command = [f"{tmp_path}/torchrun"]
+    (tmp_path / "torchrun").write_text(f'#!/bin/sh\nenv > "{tmp_path}/env-$RANK"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    async with Node(tmp_path, command, index=1, nodes=2, procs=procs, environ={"PET_MAX_RESTARTS": "3"}) as node:
+        await node.start()
+        await node.exits(procs)
+        for rank in range(procs, 2 * procs):
+            text = set((tmp_path / f"env-{rank}").read_text().splitlines())
+            own = {f"PET_NNODES={2 * procs}", f"PET_NODE_RANK={rank}", "PET_NPROC_PER_NODE=1", "PET_MASTER_PORT=29500"}
+            assert {*own, "PET_MAX_RESTARTS=3"} <= text
+        assert node.logged().count("write distribution: {none: {}}") == (procs > 1)
+
+
+async def test_the_only_rank_of_a_job_may_be_any_torchrun(tmp_path: Path) -> None:
+    async with Node(tmp_path, ["sh", "-c", "env"]) as node:
+        await node.start()
+        await node.exits(1)
+        assert await node.stop() is None
+        assert "PET_" not in node.logged()
+
+
 async def test_exit_code_signal_and_cause_are_those_of_the_rank(tmp_path: Path, python: str) -> None:
     script = "import os; r = os.environ['RANK']\nif r == '0': raise ValueError('boom')\n"
     script += "os.kill(os.getpid(), 11)\n"

@@ -141,15 +141,18 @@ class Supervisor:
                     await session.launch(self._command, config.distribution_options, {**self._base, **self._contract})
                 return
             launcher: Launcher = none if config.distribution == "none" else torch
+            if launcher is torch and (advice := torch.advise_on_launcher(self._command, layout)) is not None:
+                self.log(advice)
             for place in launcher.place_ranks(layout):
+                own = launcher.make_variables(layout, place.rank)
                 env = {
-                    **launcher.make_variables(layout),
+                    **own,
                     **self._base,
                     **self._contract,
                     **self._variables(layout, place),
                 }
                 if config.distribution == "none":  # ours to say: an image's own PET_* would split the group
-                    env.update(launcher.make_variables(layout))
+                    env.update(own)
                 self._ranks.append(
                     Rank(
                         self._node,
@@ -387,7 +390,7 @@ class Supervisor:
         procs = layout.procs_per_node
         world = layout.nodes * procs
         env = {
-            **torch.make_variables(layout),
+            **torch.make_variables(layout, request.rank),
             **session.idle_variables,
             **request.env,
             "PATH": environment.restore_path(request.env.get("PATH", ""), self._base.get("PATH", "")),
