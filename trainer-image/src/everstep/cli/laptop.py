@@ -30,10 +30,11 @@ class LocalRun:
 
     def __init__(self, prepared: PreparedJob, base: Path | None) -> None:
         self._prepared = prepared
-        self._base = base.absolute() if base else Path(tempfile.mkdtemp(prefix=f"everstep-{prepared.name}-"))
+        self._base = base.absolute() if base else _make_base(prepared.name)
         self._story = StateNarrator(prepared.restarts)
         self._interrupts = 0
         self._stop_sent = False
+        self._ended_first: int | None = None  # the node whose agent ended before the job did
 
     def run(self) -> int:
         """Run the job and return its exit code; 130 if it was interrupted.
@@ -46,10 +47,16 @@ class LocalRun:
         started = time.time()
         agent = self._base / "agent.pyz"
         with hold_base(self._base) as lock, LiveScreen(self._prepared.name) as screen, self._signals():
-            agent.write_bytes(build_zipapp())
             for note in self._prepared.notes:
                 screen.say(note)
-            agents = LocalAgents(self._prepared.local, self._base, agent, screen.log, lock)
+            try:
+                agent.write_bytes(build_zipapp())
+                agents = LocalAgents(self._prepared.local, self._base, agent, screen.log, lock)
+            except OSError as error:
+                where = error.filename or self._base
+                raise CliError(
+                    f"{where}: {error.strerror}: make room there, or give another folder with --base"
+                ) from error
             try:
                 self._follow(agents, screen)
                 if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
@@ -97,12 +104,14 @@ class LocalRun:
             screen.show(state)
             # On a cluster the operator would replace the pod; here nobody does.
             if self._story.outcome is None and (gone := [i for i, code in enumerate(agents.exits) if code is not None]):
+                self._ended_first = gone[0]
                 screen.say(f"the agent of node {gone[0]} ended unexpectedly")
                 return
             time.sleep(max(0.0, MIN_PAUSE - (time.monotonic() - asked)))
 
     def _verdict(self, agents: LocalAgents, screen: LiveScreen) -> int:
-        outcome: dict[str, Any] = self._story.outcome or agents.last_word()
+        # Without an outcome, whoever ended first knows why; the others were told to.
+        outcome: dict[str, Any] = self._story.outcome or agents.last_word(self._ended_first or 0)
         result = outcome.get("result")
         code = int(outcome.get("exitCode") or 0)
         message = f": {outcome['message']}" if outcome.get("message") else ""
@@ -114,7 +123,8 @@ class LocalRun:
             return 0
         if result == "left":  # the agent itself; on a cluster its pod would be replaced
             result = "failed"
-        screen.say(f"{result or 'failed: the leader exited without a message'}{message} (exit code {code or 1})", "red")
+        who = f"the agent of node {self._ended_first}" if self._ended_first else "the leader"
+        screen.say(f"{result or f'failed: {who} exited without a message'}{message} (exit code {code or 1})", "red")
         return code or 1
 
     def _summary(self, started: float, ended: float) -> Iterator[str]:
@@ -144,3 +154,11 @@ class LocalRun:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _make_base(name: str) -> Path:
+    """Make a new temporary folder for a run."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"everstep-{name}-"))
+    except OSError as error:
+        raise CliError(f"no temporary folder can be made ({error.strerror}): give a folder with --base") from error

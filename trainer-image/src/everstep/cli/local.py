@@ -64,7 +64,7 @@ class LocalAgents:
         self.addresses = {index: f"{LOOPBACK_ADDRESS}:{port}" for index, port in enumerate(ports)}
         self._write = write
         self._threads: list[threading.Thread] = []
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         base.mkdir(parents=True, exist_ok=True)
         _write_private_file(base / "token", self.token)
         (base / "job.json").write_text(json.dumps({**job.config, "job": _identify_job(job.config["job"])}))
@@ -94,10 +94,10 @@ class LocalAgents:
             thread.join(2)
         return True
 
-    def last_word(self) -> dict[str, Any]:
-        """Return the termination message of the leader; empty if it did not come to that."""
+    def last_word(self, index: int = 0) -> dict[str, Any]:
+        """Return the termination message of an agent, by default the leader's; empty if it did not come to that."""
         try:
-            word: dict[str, Any] = json.loads((self.base / "node-0" / "termination-log").read_bytes())
+            word: dict[str, Any] = json.loads((self.base / f"node-{index}" / "termination-log").read_bytes())
         except (OSError, ValueError):
             return {}
         return word
@@ -118,7 +118,7 @@ class LocalAgents:
                 process.kill()
                 process.wait()
 
-    def _start(self, index: int, port: int, agent: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def _start(self, index: int, port: int, agent: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         command: Sequence[str] = (
             *(sys.executable, "-I", "-S", "-B", str(agent), "run", "--local", str(self.base)),
             *("--index", str(index), "--port", str(port), "--address", LOOPBACK_ADDRESS),
@@ -129,8 +129,6 @@ class LocalAgents:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             # The terminal's Ctrl-C is for us: the job is stopped through its leader, with grace.
             start_new_session=True,
             pass_fds=self._lock,
@@ -143,9 +141,9 @@ class LocalAgents:
             self._threads.append(thread)
         return process
 
-    def _read(self, node: str, stream: IO[str]) -> None:
+    def _read(self, node: str, stream: IO[bytes]) -> None:
         for raw in stream:
-            self._write(parse_line(raw, node, stamped=False))
+            self._write(parse_line(raw.decode(errors="replace"), node, stamped=False))
 
 
 @contextlib.contextmanager
