@@ -213,6 +213,27 @@ async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path)
         assert await node.stop() is None
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("#!/bin/bash\r\necho never\r\n", "its interpreter '/bin/bash\\r' is not in the image"),
+        ("#! /no/such/python -u\n", "its interpreter '/no/such/python' is not in the image"),
+    ],
+    ids=["of Windows", "missing"],
+)
+async def test_a_script_whose_interpreter_is_missing_is_not_said_to_be_missing(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(content, newline="")
+    script.chmod(0o755)
+    async with Node(tmp_path, [str(script)]) as node:
+        await node.start()
+        ended = await node.event("RankExited")
+        assert ended["exit_code"] == 127
+        assert ended["message"].startswith(f"{script}: {said}")
+
+
 async def test_a_rank_that_ends_at_once_is_not_lost(tmp_path: Path) -> None:
     async with Node(tmp_path, ["true"], procs=32) as node:
         for _ in range(5):
