@@ -320,6 +320,14 @@ def test_nothing_trains_on_when_the_command_itself_is_killed(started: Started, t
     assert until_gone(tmp_path) == []
 
 
+def test_ranks_keep_their_grace_when_the_command_itself_is_killed(started: Started, tmp_path: Path) -> None:
+    """The kernel tells the agents several times, once for each thread of the command; that is no hurry."""
+    saved = f"time.sleep(1.5), open({str(tmp_path / 'saved')!r} + os.environ['RANK'], 'w').close(), sys.exit(0)"
+    started(WAITS.replace("sys.exit(0)", f"({saved})").replace("import", "import os,")).kill()
+    assert until_gone(tmp_path) == []
+    assert len(list(tmp_path.glob("saved*"))) == 4
+
+
 def until_gone(folder: Path) -> list[str]:
     """Return the processes of a run that are left after a while."""
     deadline = time.monotonic() + 20

@@ -53,6 +53,11 @@ STOP_SIGNALS = (
 )
 
 
+# On a laptop, the end of `everstep run` itself. The kernel sends it again for each thread of that process that ends, so
+# that a repetition is no hurry.
+PARENT_DEATH_SIGNAL = signal.SIGUSR2
+
+
 @dataclasses.dataclass(frozen=True)
 class AgentOptions:
     """Laptop mode; `base` is None in a pod."""
@@ -169,7 +174,7 @@ class _Agent:
         for signum in STOP_SIGNALS:
             if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
                 continue  # a laptop's nohup
-            loop.add_signal_handler(signum, self._handle_stop_signal, node, tasks)
+            loop.add_signal_handler(signum, self._handle_stop_signal, signum, node, tasks)
         log_line(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leader_server is not None:
             leader_server.start(processes)
@@ -222,8 +227,10 @@ class _Agent:
             with contextlib.suppress(asyncio.TimeoutError):  # a volume that hangs must not keep the pod from ending
                 await asyncio.wait_for(writing, failure_file.FAILURE_FILE_SECONDS)
 
-    def _handle_stop_signal(self, node: NodeAgent, tasks: Tasks) -> None:
+    def _handle_stop_signal(self, signum: int, node: NodeAgent, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""
+        if self._signals and signum == PARENT_DEATH_SIGNAL:
+            return
         self._signals += 1
         grace = self._config.stop_grace
         if self._signals > 1:

@@ -26,6 +26,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 EPOCH = 1
 TOKEN_BYTES = 32
 KILL_SECONDS = 5.0
+PARENT_DEATH_SIGNAL = signal.SIGUSR2  # agents take it for a stop, and do not count it: it may come several times
 _PR_SET_PDEATHSIG = 1
 
 
@@ -188,7 +189,7 @@ def _make_parent_death_hook() -> Callable[[], object] | None:
         prctl = ctypes.CDLL(None).prctl
     except (AttributeError, OSError):
         return None
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    return lambda: prctl(_PR_SET_PDEATHSIG, PARENT_DEATH_SIGNAL, 0, 0, 0)
 
 
 def find_free_ports(count: int) -> list[int]:

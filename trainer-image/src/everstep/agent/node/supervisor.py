@@ -74,6 +74,7 @@ _USERS_VOLUME = frozenset(
 NOTE_SECONDS = 5.0  # seconds between two looks at what runs, where it may use GPUs
 OTHERS_TIMEOUT = 5.0  # seconds for processes on a GPU of which nobody can say whose they are
 _FLUSH_TIMEOUT_SECONDS = 2.0  # seconds for the last lines, when nobody may be reading them
+_MAX_FLUSH_SECONDS = 6.0  # seconds for them, when somebody reads them slowly
 
 
 class Supervisor:
@@ -229,8 +230,9 @@ class Supervisor:
 
     async def close(self) -> None:
         """Flush the logs and give back descriptors. The ranks must have been stopped."""
+        deadline = time.monotonic() + _MAX_FLUSH_SECONDS
         for sink in (self._stdout, self._stderr):
-            sink.close(_FLUSH_TIMEOUT_SECONDS)
+            sink.close(_FLUSH_TIMEOUT_SECONDS, deadline)
         self._processes.close()
 
     async def _end_ranks(self, grace: float) -> None:
