@@ -64,6 +64,19 @@ def test_a_launcher_that_ended_well_is_waited_for_no_longer_than_a_report_takes(
     assert "node 1 for one" in bench.leader.budget.history[0].message
 
 
+def test_a_leader_that_stood_still_while_ranks_stopped_reads_first_who_is_clean() -> None:
+    """Else the nodes of all reports that waited meanwhile would be called unclean, and their pods be replaced."""
+    bench = running().fail(1, 3)
+    bench.now += 120.0
+    bench.clean(0)
+    assert bench.leader.state()["unclean"] == []
+    bench.leader.tick(bench.now)
+    bench.clean(1)
+    assert (bench.phase, bench.leader.generation) == ("starting", 2)
+    bench.run().fail(1, 3).later(5 + 45 + 1)
+    assert [node["index"] for node in bench.leader.state()["unclean"]] == [0, 1]
+
+
 def test_a_failed_rank_restarts_all_in_place_at_once() -> None:
     bench = running().fail(1, 3)
     (stop,) = bench.stops()

@@ -58,6 +58,12 @@ class Generation:
         """Return when a launcher that has ended well has left ranks out: no report of theirs can come any more."""
         return None if self.done or self._launcher_ended_at is None else self._launcher_ended_at + LAUNCHER_SECONDS
 
+    def defer(self, seconds: float) -> None:
+        """Put off what nodes are waited for: for so long, nobody has read what they say."""
+        self.stop_deadline += seconds
+        if self._launcher_ended_at is not None:
+            self._launcher_ended_at += seconds
+
     def explain_left_out(self) -> str:
         """Return what a launcher did that exited with 0, though not all ranks have run to their end."""
         left = sorted(set(range(self._config.num_nodes)) - self._done)

@@ -230,6 +230,8 @@ class LeaderState:
     def tick(self, now: float) -> None:
         slept = now - self._ticked - 2 * self.config.heartbeat
         self._ticked = max(now, self._ticked)
+        if slept > 0 and self._current:
+            self._current.defer(slept)
         if self.phase != ENDED:
             self._members.ask_dns(now)
             for node in self._members.list_silent(now, slept):
@@ -307,7 +309,7 @@ class LeaderState:
             self._enter(RUNNING)
         elif self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
-        elif current.launcher_deadline is not None and now >= current.launcher_deadline:
+        elif current.launcher_deadline is not None and now >= current.launcher_deadline and not self._stood_still(now):
             end = protocol.ProcessExit(None, 1, message=current.explain_left_out(), launcher=True)
             self._fail(now, failure_causes.make_exit_failure(now, 0, end))
 
@@ -327,7 +329,7 @@ class LeaderState:
         assert current is not None
         nodes = [self._members[i] for i in self._members.busy]
         waiting = [n for n in nodes if not n.unclean and not n.leaving]
-        if waiting and now >= current.stop_deadline:
+        if waiting and now >= current.stop_deadline and not self._stood_still(now):
             for node in waiting:
                 self._members.mark_unclean(node, "the node did not become clean, nor did it say why")
             waiting = []
@@ -376,6 +378,11 @@ class LeaderState:
     def _lose(self, now: float, index: int, why: str) -> None:
         self._members.lose(now, index)
         self._fail(now, failure_causes.GenerationFailure(now, protocol.POD_LOST, index, f"node {index}: {why}"))
+
+    def _stood_still(self, now: float) -> bool:
+        """Tell whether this process was stopped or starved until now: what arrived meanwhile is still to be read, and
+        the next tick defers what is due."""
+        return now - self._ticked > 2 * self.config.heartbeat
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
