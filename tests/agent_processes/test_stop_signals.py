@@ -40,12 +40,14 @@ sys.exit(child.wait())
 """
 
 
-@pytest.mark.parametrize("how", ["launcher", "shell of a launcher", "substitution", "descriptor"])
+@pytest.mark.parametrize("how", ["launcher", "terminal", "shell of a launcher", "substitution", "descriptor"])
 async def test_a_launcher_that_reads_what_a_rank_prints_outlives_it(tmp_path: Path, how: str) -> None:
     told, done = tmp_path / "told", tmp_path / "told.done"
     train = [sys.executable, "-c", SAVES, str(told)]
     command = [sys.executable, "-c", LAUNCHER, *train]
-    if how == "shell of a launcher":
+    if how == "terminal":
+        command = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *train]
+    elif how == "shell of a launcher":
         command = ["bash", "-c", f"{shlex.join(command)}; true"]
     elif how == "substitution":
         command = ["bash", "-c", f"while read -r line; do echo $line; done < <({shlex.join(train)}); true"]

@@ -23,7 +23,10 @@ from .process_table import list_children, read_stat
 
 _SHELLS = frozenset(("sh", "bash", "dash", "ash", "busybox", "zsh", "ksh"))
 
-_Pipe = tuple[int, int]  # device and inode
+_PTMX = os.makedev(5, 2)  # /dev/ptmx, the side of a pseudo-terminal from which a launcher reads
+_PTS_MAJOR = 136
+
+_Pipe = tuple[int, int]  # device and inode; of a pseudo-terminal -1 and its number
 
 
 @dataclass(frozen=True)
@@ -95,26 +98,36 @@ def _list_read_pipes(pid: int) -> set[_Pipe | None]:
         descriptors = [int(name) for name in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH208 - names alone
     except OSError:
         return set()
-    found = {descriptor: _find_pipe(pid, descriptor) for descriptor in descriptors}
-    return {pipe for descriptor, pipe in found.items() if pipe is not None and _can_read(pid, descriptor)}
+    return {_find_pipe(pid, descriptor) for descriptor in descriptors if _can_read(pid, descriptor)} - {None}
 
 
 def _find_pipe(pid: int, descriptor: int) -> _Pipe | None:
-    """Return the pipe that a descriptor of a process is; None if it is none, or nobody may look."""
+    """Return the pipe, or pseudo-terminal, that a descriptor of a process is; None if it is none, or nobody may
+    look."""
     try:
         about = os.stat(f"/proc/{pid}/fd/{descriptor}")  # noqa: PTH116 - one call
     except OSError:
         return None
-    return (about.st_dev, about.st_ino) if stat.S_ISFIFO(about.st_mode) else None
+    if stat.S_ISFIFO(about.st_mode):
+        return about.st_dev, about.st_ino
+    if about.st_rdev == _PTMX:
+        number = _read_about_descriptor(pid, descriptor).get("tty-index", "")
+        return (-1, int(number)) if number.isdecimal() else None
+    return (-1, os.minor(about.st_rdev)) if os.major(about.st_rdev) == _PTS_MAJOR else None
 
 
 def _can_read(pid: int, descriptor: int) -> bool:
+    flags = _read_about_descriptor(pid, descriptor).get("flags", "")
+    return int(flags, 8) & os.O_ACCMODE != os.O_WRONLY if flags.isdecimal() else descriptor == 0
+
+
+def _read_about_descriptor(pid: int, descriptor: int) -> dict[str, str]:
+    """Return what the kernel tells of an open file; nothing where nobody may look."""
     try:
         lines = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().splitlines()
-        flags = next(int(line.split()[1], 8) for line in lines if line.startswith("flags:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return descriptor == 0
-    return flags & os.O_ACCMODE != os.O_WRONLY
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _runs_in_background(pid: int) -> bool:
