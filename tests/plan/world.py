@@ -30,6 +30,7 @@ from everstep_operator.plan.leader_view import (
     LeaderOutcome,
     LeaderProgress,
     LeaderView,
+    ReportedCheckpoint,
     ReportedGeneration,
     SickGpu,
     UncleanPod,
@@ -114,6 +115,7 @@ class World:
         self.unclean: tuple[UncleanPod, ...] = ()
         self.mute: set[str] = set()  # UIDs of pods whose agents nobody hears
         self.sick_gpus: tuple[SickGpu, ...] = ()
+        self.reported: ReportedCheckpoint | None = None  # by the leader
         self.led = 0  # the highest epoch that ever had a pod 0
 
     # --- the operator
@@ -169,6 +171,7 @@ class World:
             sick_gpus=self.sick_gpus,
             running_since=leader.started_at if leader.phase == "running" else None,
             progress=LeaderProgress(leader.step, 1000, 1.0) if leader.generation else None,
+            checkpoint=self.reported,
             history=tuple(leader.history),
             outcome=leader.outcome,
         )

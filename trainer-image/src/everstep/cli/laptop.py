@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from everstep.cli.errors import CliError
 from everstep.cli.live import LiveScreen
 from everstep.cli.local import EPOCH, LocalAgents, hold_base
+from everstep.cli.local_checkpoints import LocalCheckpoints, find_default_base
 from everstep.cli.prepare import PreparedJob
 from everstep.cli.story import StateNarrator
 from everstep.cli.terminal import format_duration
@@ -28,9 +28,23 @@ INTERRUPTED_EXIT_CODE = 130
 class LocalRun:
     """One run of one job."""
 
-    def __init__(self, prepared: PreparedJob, base: Path | None) -> None:
+    def __init__(self, prepared: PreparedJob, base: Path | None, *, anew: bool = False) -> None:
+        """Prepare a run.
+
+        Args:
+            prepared: The job.
+            base: The folder of its files; None for one that belongs to its manifest.
+            anew: Whether to leave behind the checkpoints of an earlier run that did not succeed.
+
+        Raises:
+            CliError: There is no folder to be had.
+        """
         self._prepared = prepared
-        self._base = base.absolute() if base else _make_base(prepared.name)
+        try:
+            self._base = base.absolute() if base else find_default_base(prepared.name, prepared.file, anew=anew)
+        except OSError as error:
+            raise CliError(f"no temporary folder can be made ({error.strerror}): give a folder with --base") from error
+        self._anew = anew
         self._story = StateNarrator(prepared.restarts)
         self._interrupts = 0
         self._stop_sent = False
@@ -47,11 +61,13 @@ class LocalRun:
         started = time.time()
         agent = self._base / "agent.pyz"
         with hold_base(self._base) as lock, LiveScreen(self._prepared.name) as screen, self._signals():
-            for note in self._prepared.notes:
-                screen.say(note)
             try:
                 agent.write_bytes(build_zipapp())
-                agents = LocalAgents(self._prepared.local, self._base, agent, screen.log, lock)
+                checkpoints = LocalCheckpoints(self._base, self._prepared.checkpoint, anew=self._anew)
+                for note in (*self._prepared.notes, *checkpoints.list_notes()):
+                    screen.say(note)
+                job = self._prepared.local.with_variables(checkpoints.make_variables())
+                agents = LocalAgents(job, self._base, agent, screen.log, lock)
             except OSError as error:
                 where = error.filename or self._base
                 raise CliError(
@@ -65,6 +81,8 @@ class LocalRun:
                 if None in agents.exits:
                     agents.kill()
             code = self._verdict(agents, screen)
+            if code == 0:
+                checkpoints.note_success()
             for line in self._summary(started, time.time()):
                 screen.say(line)
         return code
@@ -154,11 +172,3 @@ class LocalRun:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _make_base(name: str) -> Path:
-    """Make a new temporary folder for a run."""
-    try:
-        return Path(tempfile.mkdtemp(prefix=f"everstep-{name}-"))
-    except OSError as error:
-        raise CliError(f"no temporary folder can be made ({error.strerror}): give a folder with --base") from error

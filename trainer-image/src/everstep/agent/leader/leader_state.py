@@ -33,8 +33,10 @@ from everstep.agent.wire.protocol import (
     Outcome,
 )
 
-from .commands import Command, EndJob, HangUp, StartRanks, StopRanks
+from .checkpoint_meter import CheckpointMeter
+from .commands import Command, DumpStacks, EndJob, HangUp, StartRanks, StopRanks
 from .generation import SETTLE_SECONDS, Generation
+from .hang_watch import HangWatch
 from .members import JobMembers
 from .progress_meter import ProgressMeter
 from .restart_allowance import RestartAllowance
@@ -65,6 +67,8 @@ class LeaderState:
         self.outcome: Outcome | None = None
         self.budget = RestartAllowance(config.application_restarts, config.max_backoff)
         self.meter = ProgressMeter()
+        self.checkpoints = CheckpointMeter()
+        self.hangs = HangWatch(config.hang_timeout)
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
         self.superseded = False
@@ -95,6 +99,8 @@ class LeaderState:
             times.append(self._current.launcher_deadline)
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
+        if self.phase == RUNNING and (hang := self.hangs.due()) is not None:
+            times.append(hang)
         return min((t for t in times if t > now), default=now)
 
     def state(self) -> dict[str, Any]:
@@ -111,6 +117,7 @@ class LeaderState:
             **self._members.to_json(),
             "ranksStartedAt": self.ranks_started_at,
             "progress": self.meter.to_json(),
+            "checkpoint": self.checkpoints.to_json(),
             "generationHistory": [e.to_json(tail=i >= tails) for i, e in enumerate(history)],
             "outcome": self.outcome.to_json() if self.outcome else None,
         }
@@ -207,6 +214,9 @@ class LeaderState:
         self._members.report(index, report)
         current = self._current
         if current and (report.epoch, report.generation) == current.order:
+            for end in report.exits:
+                if end.rank is not None:
+                    self.hangs.forget(end.rank)
             for failure in current.take_report(now, index, report):
                 self._fail(now, failure)
             if report.unclean and self.phase in (STARTING, RUNNING):
@@ -219,7 +229,11 @@ class LeaderState:
 
     def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
         if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
+            ranks = tuple(ranks)
+            self.hangs.update(now, ranks)
             self.meter.update(now, now + self._wall_offset, ranks)
+            if self.checkpoints.update(now + self._wall_offset, (epoch, generation), ranks):
+                self._changed()
             self._advance(now)
 
     def update_gpus(self, index: int, gpus: tuple[Gpu, ...]) -> None:
@@ -229,6 +243,8 @@ class LeaderState:
 
     def tick(self, now: float) -> None:
         slept = now - self._ticked - 2 * self.config.heartbeat
+        if slept > 0:
+            self.hangs.pause(slept)
         self._ticked = max(now, self._ticked)
         if slept > 0 and self._current:
             self._current.defer(slept)
@@ -276,6 +292,8 @@ class LeaderState:
         self._current = Generation(self.config, (self.epoch, self.generation), now)
         self._members.started(self._current.order)
         self.ranks_started_at = None
+        self.hangs.restart()
+        self.checkpoints.restart(self.meter.generation_step)
         self.meter.restart()
         layout = GenerationLayout(
             epoch=self.epoch,
@@ -312,6 +330,16 @@ class LeaderState:
         elif current.launcher_deadline is not None and now >= current.launcher_deadline and not self._stood_still(now):
             end = protocol.ProcessExit(None, 1, message=current.explain_left_out(), launcher=True)
             self._fail(now, failure_causes.make_exit_failure(now, 0, end))
+        elif self.phase == RUNNING:
+            self._look_for_hang(now)
+
+    def _look_for_hang(self, now: float) -> None:
+        if self.hangs.wants_dump(now):
+            self._commands.append(DumpStacks())
+        elif (found := self.hangs.find_hang(now)) is not None:
+            rank, message = found
+            index = rank // self.config.num_proc_per_node
+            self._fail(now, failure_causes.GenerationFailure(now, protocol.HANG, index, message, rank=rank))
 
     def _begin_stop(self, now: float, current: Generation) -> None:
         graceful = current.failures[0].cause in (protocol.STOPPED, protocol.LEAVING)

@@ -37,8 +37,10 @@ from everstep.agent.ranks.events import (
 )
 from everstep.agent.ranks.placement import RankPlacement
 from everstep.agent.ranks.rank import Rank, RankCommand, RankContext
+from everstep.agent.ranks.stack_dumps import request_stacks
 from everstep.agent.system import gpu, oom, shared_memory
 from everstep.agent.system.faults import name_file_in_errors
+from everstep.agent.system.process_table import format_pids
 from everstep.agent.system.processes import ChildProcesses
 from everstep.agent.system.signal_targets import SignalTargets
 from everstep.agent.system.tasks import Tasks
@@ -160,10 +162,20 @@ class Supervisor:
                         RankCommand(self._command, drop_unusable_variables(env)),
                         rank=place.rank,
                         local_rank=place.local_rank,
-                        tag=_rank_tag(place.rank, place.world_size),
+                        tag=logs.make_rank_tag(place.rank, place.world_size),
                         fifo=self._fifo(place.local_rank),
                     )
                 )
+
+    async def dump_stacks(self) -> None:
+        """Have the ranks that can do so write the stacks of all their threads to the log."""
+        ranks = [(rank.process.pid, rank.stack_dump) for rank in self._ranks if rank.process is not None]
+        dumped = await in_thread_if_possible(lambda: [request_stacks(*each) for each in ranks], "dump")
+        if (silent := dumped.count(False)) > 0:
+            self.log(
+                f"everstep: {silent} of {len(dumped)} ranks of this node cannot dump their stacks: only programs "
+                "that call everstep.progress() can"
+            )
 
     async def stop(self, grace: float) -> str | None:
         """Send TERM to the ranks, KILL after `grace` seconds to every process but the agent; then look at memory and
@@ -298,11 +310,11 @@ class Supervisor:
                 unknown = set(found) - strangers - set(ours) - self._others
                 if unknown and time.monotonic() > min(deadline, began + OTHERS_TIMEOUT):
                     self._others |= unknown
-                    self.log(f"everstep: other processes use the GPUs as well: {_format_pids(sorted(unknown))}")
+                    self.log(f"everstep: other processes use the GPUs as well: {format_pids(sorted(unknown))}")
                     unknown = set()
                 if not ours and not unknown:
                     return None
-                left = f"GPU still used by processes {_format_pids(ours)}" if ours else None
+                left = f"GPU still used by processes {format_pids(ours)}" if ours else None
             if left is not None and time.monotonic() > deadline:
                 return left
             await asyncio.sleep(0.2)
@@ -411,7 +423,7 @@ class Supervisor:
             ),
             rank=request.rank,
             local_rank=request.local_rank,
-            tag=_rank_tag(request.rank, world),
+            tag=logs.make_rank_tag(request.rank, world),
             fifo=self._fifo(request.local_rank),
             on_exit=ended,
         )
@@ -433,11 +445,3 @@ class Supervisor:
         """Kill a daemon. A remote one dies by the cancelled `spawn_on`."""
         if self._layout is not None and index == self._layout.node_index:
             self._daemons.kill(daemon)
-
-
-def _format_pids(pids: list[int]) -> str:
-    return ", ".join(map(str, pids[:8]))
-
-
-def _rank_tag(rank: int, world_size: int) -> str:
-    return f"[rank {rank}] " if world_size > 1 else ""

@@ -258,6 +258,11 @@ class ProcessOutput:
         self.stderr.close()
 
 
+def make_rank_tag(rank: int, world_size: int) -> str:
+    """Return what stands before each line of a rank."""
+    return f"[rank {rank}] " if world_size > 1 else ""
+
+
 def drop_control_codes(text: str) -> str:
     """Return `text` without colours and other words to a terminal: it goes into the job's status, and from there onto
     anybody's screen."""

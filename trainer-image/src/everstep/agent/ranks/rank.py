@@ -18,6 +18,7 @@ from . import environment, failure_causes, logs, tracebacks
 from .events import Event, RankExited, RankProgressed, RankStarted
 from .failure_file import FailureFile
 from .progress import ProgressReader, ProgressUpdate
+from .stack_dumps import StackDump
 
 _KILL = 9
 
@@ -75,6 +76,7 @@ class Rank:
     ) -> None:
         self.rank, self.local_rank = rank, local_rank
         self.process: ChildProcess | None = None
+        self.stack_dump: StackDump = None
         self._context = context
         self._on_exit = on_exit
         self._tag = tag
@@ -164,8 +166,12 @@ class Rank:
 
     def _report_progress(self, update: ProgressUpdate) -> None:
         context = self._context
+        self.stack_dump = update.stack_dump
+        metrics = dict(update.metrics)
         context.emit(
-            RankProgressed(context.generation, self.rank, update.step, update.total, update.phase, dict(update.metrics))
+            RankProgressed(
+                context.generation, self.rank, update.step, update.total, update.phase, metrics, update.checkpoint
+            )
         )
 
     def _write_log_line(self, text: str) -> None:

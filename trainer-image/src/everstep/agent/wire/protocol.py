@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .rank_checkpoint import RankCheckpoint
+
 MESSAGE_CHARS = 1024
 TAIL_LINES = 20
 TAIL_CHARS = 400
@@ -25,6 +27,7 @@ POD_LOST = "PodLost"
 LEAVING = "Leaving"
 STOPPED = "Stopped"
 FENCED = "Fenced"
+HANG = "Hang"
 
 # Phases of the leader.
 FORMING = "forming"
@@ -229,6 +232,7 @@ class RankProgress:
     total: int | None = None
     phase: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: RankCheckpoint | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -237,6 +241,7 @@ class RankProgress:
             "total": self.total,
             "phase": self.phase[:32],
             "metrics": dict(list(self.metrics.items())[:32]),
+            **({} if self.checkpoint is None else {"checkpoint": self.checkpoint.to_json()}),
         }
 
     @classmethod
@@ -249,6 +254,7 @@ class RankProgress:
             total=_as_optional_count(data.get("total")),
             phase=_as_text(data.get("phase"))[:32],
             metrics={str(k)[:64]: float(v) for k, v in items if isinstance(v, (int, float)) and math.isfinite(v)},
+            checkpoint=RankCheckpoint.from_json(data.get("checkpoint")),
         )
 
 
@@ -294,7 +300,7 @@ class EndedGeneration:
 
     @property
     def application(self) -> bool:
-        return self.cause in (APPLICATION, OUT_OF_MEMORY)
+        return self.cause in (APPLICATION, OUT_OF_MEMORY, HANG)
 
     @property
     def status(self) -> int:
