@@ -64,6 +64,19 @@ def test_a_launcher_that_ended_well_is_waited_for_no_longer_than_a_report_takes(
     assert "node 1 for one" in bench.leader.budget.history[0].message
 
 
+def test_a_node_that_is_silent_when_a_launcher_ends_is_waited_for() -> None:
+    """A frozen machine or a slow network: that all of its ranks have ended well, it has yet to tell."""
+    bench = running(distribution="mpi")
+    bench.report(0, [ProcessExit(0, 0), ProcessExit(1, 0), ProcessExit(None, 0, launcher=True)])
+    for _ in range(30):
+        bench.now += 1.0
+        bench.leader.note_sign_of_life(bench.now, 0)
+        bench.leader.tick(bench.now)
+    assert bench.phase == "running"
+    bench.report(1, [ProcessExit(2, 0), ProcessExit(3, 0)])
+    assert bench.ends()[0].outcome.result == "succeeded"
+
+
 def test_a_leader_that_stood_still_while_ranks_stopped_reads_first_who_is_clean() -> None:
     """Else the nodes of all reports that waited meanwhile would be called unclean, and their pods be replaced."""
     bench = running().fail(1, 3)

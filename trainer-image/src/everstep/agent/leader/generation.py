@@ -54,8 +54,14 @@ class Generation:
         return new
 
     @property
+    def unfinished(self) -> list[int]:
+        """Return the nodes of which not all ranks have exited with 0."""
+        return sorted(set(range(self._config.num_nodes)) - self._done)
+
+    @property
     def launcher_deadline(self) -> float | None:
-        """Return when a launcher that has ended well has left ranks out: no report of theirs can come any more."""
+        """Return when a launcher that has ended well has left ranks out: no report of theirs can come any more from a
+        node that has been heard since."""
         return None if self.done or self._launcher_ended_at is None else self._launcher_ended_at + LAUNCHER_SECONDS
 
     def defer(self, seconds: float) -> None:
@@ -66,7 +72,7 @@ class Generation:
 
     def explain_left_out(self) -> str:
         """Return what a launcher did that exited with 0, though not all ranks have run to their end."""
-        left = sorted(set(range(self._config.num_nodes)) - self._done)
+        left = self.unfinished
         return (
             f"mpirun exited with code 0, but not all ranks of {len(left)} of {self._config.num_nodes} nodes have run "
             f"and exited with 0 (node {left[0]} for one): look at the options of the job's distribution"

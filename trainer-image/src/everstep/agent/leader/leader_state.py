@@ -327,7 +327,11 @@ class LeaderState:
             self._enter(RUNNING)
         elif self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
-        elif current.launcher_deadline is not None and now >= current.launcher_deadline and not self._stood_still(now):
+        elif current.launcher_deadline is not None and all(
+            # An agent that stood still has yet to tell.
+            members[index].seen >= current.launcher_deadline
+            for index in current.unfinished
+        ):
             end = protocol.ProcessExit(None, 1, message=current.explain_left_out(), launcher=True)
             self._fail(now, failure_causes.make_exit_failure(now, 0, end))
         elif self.phase == RUNNING:
