@@ -66,7 +66,7 @@ class Objects:
             raise errors.NotFound(404, "NotFound", name)
         return self.there[(resource.plural, name)]
 
-    async def list(self, resource: Any, namespace: str, *, labels: str) -> AsyncIterator[ListPage]:
+    async def list(self, resource: Any, namespace: str, *, labels: str, metadata_only: bool) -> AsyncIterator[ListPage]:
         yield ListPage([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
 
     async def delete(

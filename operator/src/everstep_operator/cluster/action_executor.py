@@ -182,7 +182,7 @@ class ActionExecutor:
 
     async def _delete_stale(self, job: JobRef, action: act.DeleteStaleObjects) -> None:
         labels = f"{LABEL_JOB}={job.name},{LABEL_TEMPLATE}"
-        async for page in self.client.list(CONFIG_MAPS, job.namespace, labels=labels):
+        async for page in self.client.list(CONFIG_MAPS, job.namespace, labels=labels, metadata_only=True):
             for item in page.items:
                 meta = item["metadata"]
                 template = str(meta["labels"][LABEL_TEMPLATE])
