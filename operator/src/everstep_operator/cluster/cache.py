@@ -187,6 +187,7 @@ class ClusterCache:
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
     node_changes: int = 0  # how often what nodes can hold has changed
+    node_view_changes: int = 0  # how often anything of a node has
     own_writes: set[Key] = field(default_factory=set)  # jobs whose status this operator writes at this moment
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
     _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
@@ -232,6 +233,7 @@ class ClusterCache:
         if old is None or new is None or old.capacity != new.capacity:
             self.node_changes += 1
         if old != new:  # a kubelet writes its node's status every few minutes, to say nothing new
+            self.node_view_changes += 1
             for job in self.jobs_on(key[1]):
                 self.touched(job)
 
