@@ -231,6 +231,7 @@ class Reconciler:
         finished = job.status.phase is not None and job.status.phase.finished
         if job.status.template is not None and not finished:
             frozen = await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
+            await self._learn_admitted_pod(key, job)
         return Observation(
             job=job,
             pods=pods,
@@ -266,9 +267,15 @@ class Reconciler:
         if job.status.template is not None:
             try:
                 await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
+                await self._learn_admitted_pod(key, job)
             except (errors.ApiError, errors.Unreachable) as error:
                 log.warning("cannot read a template", job="/".join(key), error=str(error))
         return self.count_places(key, job)
+
+    async def _learn_admitted_pod(self, key: Key, job: TrainingJob) -> None:
+        if job.status.template is not None and is_waiting(job):
+            template = job.status.template.epoch
+            await self.nodes.admitted.learn(key, job.metadata.uid, template, self.cache.pods_of(key))
 
     def _read_pools(self, job: TrainingJob) -> dict[str, TrainingPool]:
         found = {}
