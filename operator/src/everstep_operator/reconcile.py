@@ -189,7 +189,7 @@ class Reconciler:
             return None
         memory = self._get_memory(key, entry.uid)
         try:
-            return TrainingJob.parse(entry.value)
+            return TrainingJob.parse_stored(entry.value)
         except ValidationError as error:
             # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
             self.leaders.stop_polling(key)
@@ -283,7 +283,7 @@ class Reconciler:
             entry = self.cache.pools.get(("", choice.name))
             if entry is not None:
                 try:
-                    found[choice.name] = TrainingPool.parse(entry.value)
+                    found[choice.name] = TrainingPool.parse_stored(entry.value)
                 except ValidationError as error:
                     log.warning("a pool that breaks the rules of the API", pool=choice.name, error=str(error))
         return found
@@ -304,7 +304,7 @@ class Reconciler:
         except (errors.Conflict, errors.NotFound):
             await self._read_again(key, job.metadata.uid)
             return None
-        written, memory = TrainingJob.parse(stored), self._get_memory(key, job.metadata.uid)
+        written, memory = TrainingJob.parse_stored(stored), self._get_memory(key, job.metadata.uid)
         memory.status_written_at, memory.status = self.clock(), written.status
         metrics.record_status_change(job, written.status, self.clock())
         return written
