@@ -1,4 +1,4 @@
-"""What newer CRDs have put into a stored job does not keep an older operator from reading it."""
+"""An older operator reads a stored job to which newer CRDs have added something."""
 
 from __future__ import annotations
 

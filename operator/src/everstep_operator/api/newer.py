@@ -46,7 +46,7 @@ def drop_newer_parts(value: Mapping[str, Any], parts: Sequence[FieldPath]) -> di
     return rest
 
 
-class StoredObject(ApiModel):
+class StoredResource(ApiModel):
     """An object that the API server stores, maybe by CRDs that are newer than this operator.
 
     An upgrade brings the CRDs before the operator, and a field with a default is then in every object at once.

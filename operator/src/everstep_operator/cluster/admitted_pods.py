@@ -1,4 +1,4 @@
-"""What admission has made of the pods of waiting jobs: limits and requests that come from a LimitRange alone, the
+"""Pods of waiting jobs as admission has made them: with limits and requests that come from a LimitRange alone, the
 overhead of a RuntimeClass, tolerations for the resources of a pod, containers that a webhook adds.
 
 A template tells nothing of them, and a set that is counted without them seems to fit on nodes that cannot hold it, or

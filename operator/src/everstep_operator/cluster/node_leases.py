@@ -59,7 +59,7 @@ class _FollowedNode:
 
 @dataclass
 class _Counts:
-    """How many nodes there are, and how many of them are unrenewed: in each zone."""
+    """Numbers of nodes, and of those that are unrenewed, by zone."""
 
     nodes: Counter[str] = field(default_factory=Counter)
     unrenewed: Counter[str] = field(default_factory=Counter)
