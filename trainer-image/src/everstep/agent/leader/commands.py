@@ -37,10 +37,15 @@ class StopRanks:
 
 
 @dataclass(frozen=True)
+class DumpStacks:
+    """A command to write the stacks of all ranks to the log, for every joined node."""
+
+
+@dataclass(frozen=True)
 class EndJob:
     """A command to leave, for every joined node. It is the last command."""
 
     outcome: Outcome
 
 
-Command = Union[Dial, HangUp, StartRanks, StopRanks, EndJob]
+Command = Union[Dial, HangUp, StartRanks, StopRanks, DumpStacks, EndJob]
