@@ -28,6 +28,7 @@ from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS
+from everstep_operator.cluster.undeclared_fields import UndeclaredFields
 from everstep_operator.cluster.unlisted_pods import UnlistedPods
 from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.work_queue import WorkQueue
@@ -91,6 +92,7 @@ class Reconciler:
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
     _memories: dict[Key, _Memory] = field(default_factory=dict)
+    _undeclared: UndeclaredFields = field(default_factory=UndeclaredFields)
 
     def __post_init__(self) -> None:
         self.unlisted = UnlistedPods(self.client, self.cache, self.actor.requests)
@@ -335,9 +337,14 @@ class Reconciler:
                 "uid": job.metadata.uid,
                 "resourceVersion": job.metadata.resource_version,
             },
-            "status": status.manifest(),
         }
-        return await self.client.apply_status(JOBS, job.metadata.namespace, body)
+        while True:
+            declared = self._undeclared.strip(status.manifest())
+            try:
+                return await self.client.apply_status(JOBS, job.metadata.namespace, {**body, "status": declared})
+            except errors.Undeclared as error:
+                if not self._undeclared.learn(error.message):
+                    raise
 
     async def _report_refused_status(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
         """Send an event about a status that was rejected, which cannot tell of it itself; one, for the same is rejected
