@@ -35,6 +35,15 @@ def test_fields_that_a_rejection_names_are_left_out() -> None:
     assert "timings" not in fields.strip(STATUS)
 
 
+def test_conditions_of_types_that_the_crds_do_not_list_are_left_out() -> None:
+    fields = UndeclaredFields(Clock())
+    said = 'TrainingJob.everstep.dev "digits" is invalid: status.conditions[1].type: Unsupported value: "Stalled": '
+    assert fields.learn(said + 'supported values: "Ready", "Complete"')
+    assert fields.strip(STATUS)["conditions"] == CONDITIONS[:1]
+    assert not fields.learn(said)
+    assert not fields.learn("status.lastFailure.message: Too long")
+
+
 def test_without_a_place_for_an_epoch_or_a_charge_nothing_is_written() -> None:
     """Two leaders could have one epoch, and one failure be charged twice."""
     fields = UndeclaredFields(Clock())

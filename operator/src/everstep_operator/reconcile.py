@@ -342,7 +342,7 @@ class Reconciler:
             declared = self._undeclared.strip(status.manifest())
             try:
                 return await self.client.apply_status(JOBS, job.metadata.namespace, {**body, "status": declared})
-            except errors.Undeclared as error:
+            except (errors.Undeclared, errors.Invalid) as error:
                 if not self._undeclared.learn(error.message):
                     raise
 

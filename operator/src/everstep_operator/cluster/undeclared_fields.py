@@ -1,7 +1,8 @@
-"""Fields of the status that the CRDs lack: somebody else installs them, and has not upgraded them yet.
+"""Parts of the status that the CRDs lack: somebody else installs them, and has not upgraded them yet.
 
 The API server drops unknown fields of a create or an update, but rejects a whole apply for one of them, with a 500 that
-names them. No status could be written, and nothing be done for any job: so the status is written without them.
+names them; and a condition of a type that the CRD does not list with a 422. No status could be written, and nothing be
+done for any job: so the status is written without them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 LIFETIME_SECONDS = 300.0  # then all fields are tried again: the CRDs may have been upgraded
 _NAMED = re.compile(r"(\.status(?:\.\w+|\[[^\]]*\])+): field not declared in schema")
+_CONDITION = re.compile(r'status\.conditions\[\d+\]\.type: Unsupported value: "(\w+)"')
 _SELECTOR = re.compile(r"\[[^\]]*\]")
 
 FieldPath = tuple[str, ...]
@@ -36,10 +38,12 @@ _NEEDED: frozenset[FieldPath] = frozenset(
 
 @dataclass
 class UndeclaredFields:
-    """The paths of such fields, as far as rejections have named them; `clock` returns monotonic seconds."""
+    """The paths of such fields, and such types of conditions, as far as rejections have named them; `clock` returns
+    monotonic seconds."""
 
     clock: Callable[[], float] = time.monotonic
     _paths: set[FieldPath] = field(default_factory=set)
+    _types: set[str] = field(default_factory=set)
     _until: float = 0.0
     _logs: LogRateLimiter = field(default_factory=LogRateLimiter)
 
@@ -51,16 +55,19 @@ class UndeclaredFields:
             message: The API server's.
         """
         named = {tuple(_SELECTOR.sub("", path).split(".")[2:]) for path in _NAMED.findall(message)}
-        if named <= self._paths or named & _NEEDED:
+        types = set(_CONDITION.findall(message))
+        if (named <= self._paths and types <= self._types) or named & _NEEDED:
             return False
         self._paths |= named
+        self._types |= types
         self._until = self.clock() + LIFETIME_SECONDS
         if (left_out := self._logs.left_out("undeclared")) is not None:
-            names = sorted(".".join(("status", *path)) for path in self._paths)
             log.warning(
-                "the CRDs are older than the operator: upgrade them; statuses are written without these fields",
-                fields=names, times_before=left_out,
-            )  # fmt: skip
+                "the CRDs are older than the operator: upgrade them; statuses are written without these parts",
+                fields=sorted(".".join(("status", *path)) for path in self._paths),
+                conditions=sorted(self._types),
+                times_before=left_out,
+            )
         return True
 
     def strip(self, status: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +76,12 @@ class UndeclaredFields:
         Args:
             status: A status, as JSON has it.
         """
-        if self._paths and self.clock() >= self._until:
+        if self.clock() >= self._until:
             self._paths.clear()
+            self._types.clear()
+        if self._types:
+            told = [each for each in status.get("conditions") or () if each["type"] not in self._types]
+            status = {**status, "conditions": told}
         for path in self._paths:
             status = _without(status, path)
         return status
