@@ -75,8 +75,8 @@ needs_own_cluster = pytest.mark.skipif("KUBECONFIG" in os.environ, reason="its p
 
 
 @pytest.fixture(scope="module")
-def store(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodStore]:
-    with pod_store(cluster, tmp_path_factory.mktemp("store")) as found:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodStore]:
+    with pod_store(tmp_path_factory.mktemp("store")) as found:
         yield found
 
 
