@@ -42,6 +42,7 @@ from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import Observation, PlanSettings, PodView, Rejection
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES
+from everstep_operator.plan.pod_manifest import make_pod_name
 from everstep_operator.plan.status_memory import undo_edit
 
 log = structlog.get_logger(__name__)
@@ -291,9 +292,10 @@ class Reconciler:
         return found
 
     def _find_leader_view(self, key: Key, job: TrainingJob, pods: tuple[PodView, ...]) -> LeaderView | None:
-        zeros = [pod for pod in pods if pod.index == 0 and pod.owner == job.metadata.uid]
-        newest = max(zeros, key=lambda pod: (pod.epoch, pod.created), default=None)
-        return self.leaders.view(key, newest.uid) if newest is not None else None
+        # By its name: a copy of a pod under another name has its owner and its labels too.
+        name, uid = make_pod_name(job.metadata.name, 0), job.metadata.uid
+        head = next((pod for pod in pods if pod.name == name and pod.owner == uid), None)
+        return self.leaders.view(key, head.uid) if head is not None else None
 
     # --- write
 
