@@ -27,6 +27,7 @@ class Kubelets:
         self.alive: set[str] = set()
         self.error: Exception | None = None
         self.asked = 0
+        self.duration = 40
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     async def get(self, resource: Any, namespace: str | None, name: str) -> Any:
@@ -36,8 +37,9 @@ class Kubelets:
             raise self.error
         if name not in self.versions:
             raise errors.NotFound(404, "NotFound", name)
-        renewals = int(self.now / 10) if name in self.alive else 0
-        return {"metadata": {"name": name, "resourceVersion": str(self.versions[name] + renewals)}}
+        renewals = int(4 * self.now / self.duration) if name in self.alive else 0
+        meta = {"name": name, "resourceVersion": str(self.versions[name] + renewals)}
+        return {"metadata": meta, "spec": {"leaseDurationSeconds": self.duration}}
 
     async def sleep(self, seconds: float) -> None:
         until = asyncio.get_running_loop().create_future()
@@ -118,6 +120,18 @@ async def test_a_lease_that_is_renewed_does_not(follower: Follower) -> None:
     follower.follow("n1", alive=True)
     follower.follow("n2")
     await follower.pass_time(3 * SILENCE)
+    assert follower.silent("n1", "n2") == ["n2"]
+
+
+async def test_a_kubelet_that_is_configured_to_renew_rarely_is_not_silent_for_that(follower: Follower) -> None:
+    """`nodeLeaseDurationSeconds: 120` makes it every 30 s, which is longer than what is silence elsewhere."""
+    follower.server.duration = 120
+    follower.follow("n1", alive=True)
+    follower.follow("n2")
+    await follower.pass_time(25)
+    assert follower.silent("n1", "n2") == []
+    assert not any(node.unrenewed for node in follower.leases.mark_silent([NodeView("n1"), NodeView("n2")]).values())
+    await follower.pass_time(125)
     assert follower.silent("n1", "n2") == ["n2"]
 
 

@@ -274,7 +274,7 @@ async def test_a_status_that_somebody_edits_again_and_again_is_put_back_and_told
 async def test_a_copy_of_pod_0_does_not_hide_the_leader(
     reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kubectl get pod -o yaml`, applied under another name: it has the owner and the labels of the job, and is newer."""
+    """`kubectl get pod -o yaml`, applied under another name: it has the job's owner and labels, and is newer."""
     monkeypatch.setattr(reconciler.leaders, "view", lambda key, uid: uid)
     built = job().build()
     owner = {"controller": True, "kind": "TrainingJob", "name": "digits", "uid": built.metadata.uid}
