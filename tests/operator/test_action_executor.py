@@ -152,6 +152,21 @@ async def test_what_a_job_has_already_needs_no_admission(
         assert refused.message == rejection.message
 
 
+async def test_where_admission_rejects_deletes_too_its_first_words_are_told(
+    actor: ActionExecutor, objects: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, _ = of_template(job().build(), 1)
+    objects.admission = errors.QuotaExceeded(403, "Forbidden", "exceeded quota: small")
+
+    async def delete(*_: Any, **__: Any) -> bool:
+        raise errors.Forbidden(403, "Forbidden", 'admission webhook "no-deletes" denied the request')
+
+    monkeypatch.setattr(objects, "delete", delete)
+    refused, _ = await actor.execute(JOB, [secret])
+    assert refused is not None
+    assert (refused.kind, refused.message) == ("Quota", "exceeded quota: small")
+
+
 async def test_the_name_of_a_secret_is_of_one_job_and_one_template_and_takes_the_key() -> None:
     names = {
         make_secret_name("digits", uid, epoch, key) for uid in ("u1", "u2") for epoch in (1, 2) for key in (b"a", b"b")

@@ -181,11 +181,18 @@ class ActionExecutor:
         except errors.AlreadyExists:
             return
         except _BY_ADMISSION:
-            if await self.client.delete(SECRETS, job.namespace, action.name, uid=_NO_UID):
-                return  # it is there: see `_ensure`
+            if await self._is_secret_there(job.namespace, action.name):
+                return  # see `_ensure`
             raise
         # Pods of a new template hang without the agent, and the namespace may have been deleted and made again.
         self.agent.forget(job.namespace)
+
+    async def _is_secret_there(self, namespace: str, name: str) -> bool:
+        try:
+            return await self.client.delete(SECRETS, namespace, name, uid=_NO_UID)
+        except errors.ApiError as error:  # admission may reject deletes too: then nobody can tell
+            log.info("cannot tell whether a secret is there", secret=f"{namespace}/{name}", error=str(error))
+            return False
 
     async def _ensure_agent(self, job: JobRef, action: act.EnsureAgent) -> None:
         if action.name == self.agent.name:
