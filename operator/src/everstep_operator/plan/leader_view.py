@@ -26,6 +26,14 @@ class LeaderProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaderCheckpoint:
+    """The newest committed checkpoint of the job."""
+
+    step: int
+    time: float | None = None  # Unix seconds, by the clock of whoever committed it
+
+
+@dataclass(frozen=True, slots=True)
 class UncleanPod:
     """A pod whose processes would not die: nothing may run there again."""
 
@@ -95,6 +103,8 @@ class LeaderView:
     sick_gpus: tuple[SickGpu, ...] = ()
     running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
     progress: LeaderProgress | None = None
+    checkpoint: LeaderCheckpoint | None = None  # None: unknown, or none is committed
+    checkpoint_request: str = ""  # id of the newest request for a checkpoint that it has had
     history: tuple[ReportedGeneration, ...] = ()
     outcome: LeaderOutcome | None = None
 
@@ -143,6 +153,8 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
         ),
         running_since=running_since,
         progress=parse_progress(data.get("progress")),
+        checkpoint=_parse_checkpoint(data.get("checkpoint")),
+        checkpoint_request=_as_text(_as_mapping(data.get("checkpointRequest")).get("id"), 64),
         history=tuple(sorted(_parse_history(data.get("generationHistory"), ended, answered_at), key=lambda e: e.order)),
         outcome=_parse_outcome(data.get("outcome")),
     )
@@ -226,6 +238,12 @@ def parse_progress(raw: Any) -> LeaderProgress | None:
         rate if rate is None or rate >= 0 else None,  # a status with a negative one would be refused, and the job stuck
         _as_number(data.get("at")),
     )
+
+
+def _parse_checkpoint(raw: Any) -> LeaderCheckpoint | None:
+    data = _as_mapping(raw)
+    step = _as_count(data.get("step"))
+    return None if step is None else LeaderCheckpoint(step, _as_number(data.get("time")))
 
 
 def _parse_outcome(raw: Any) -> LeaderOutcome | None:
