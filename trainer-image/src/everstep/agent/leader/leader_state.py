@@ -19,6 +19,7 @@ from typing import Any, Callable
 from everstep.agent.config import AgentConfig
 from everstep.agent.ranks import failure_causes
 from everstep.agent.wire import protocol
+from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.protocol import (
     BACKOFF,
@@ -33,9 +34,10 @@ from everstep.agent.wire.protocol import (
     Outcome,
 )
 
-from .commands import Command, EndJob, HangUp, StartRanks, StopRanks
+from .commands import AskForCheckpoint, Command, EndJob, HangUp, StartRanks, StopRanks
 from .generation import SETTLE_SECONDS, Generation
 from .members import JobMembers
+from .pending_checkpoint import PendingCheckpoint
 from .progress_meter import ProgressMeter
 from .restart_allowance import RestartAllowance
 
@@ -65,6 +67,7 @@ class LeaderState:
         self.outcome: Outcome | None = None
         self.budget = RestartAllowance(config.application_restarts, config.max_backoff)
         self.meter = ProgressMeter()
+        self.pending_checkpoint = PendingCheckpoint()
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
         self.superseded = False
@@ -109,6 +112,7 @@ class LeaderState:
             **self._members.to_json(),
             "ranksStartedAt": self.ranks_started_at,
             "progress": self.meter.to_json(),
+            "checkpointRequest": self.pending_checkpoint.to_json(),
             "generationHistory": [e.to_json(tail=i >= tails) for i, e in enumerate(history)],
             "outcome": self.outcome.to_json() if self.outcome else None,
         }
@@ -133,6 +137,12 @@ class LeaderState:
             self._stop_reason = reason[: protocol.MESSAGE_CHARS]
             if self.phase in (STARTING, RUNNING):
                 self._fail(now, failure_causes.GenerationFailure(now, protocol.STOPPED, None, self._stop_reason))
+        self._advance(now)
+
+    def request_checkpoint(self, now: float, request: CheckpointRequest) -> None:
+        """Take in that the ranks shall save: those that run, or those that start next before the deadline."""
+        if self.phase != ENDED and self.pending_checkpoint.take(now, request):
+            self._changed()
         self._advance(now)
 
     # ---- inputs: the lease
@@ -303,7 +313,10 @@ class LeaderState:
         if self.phase == STARTING and current.started:
             self.ranks_started_at = now + self._wall_offset
             self._enter(RUNNING)
-        elif self.phase == RUNNING and current.done:
+        if self.phase == RUNNING and (asked := self.pending_checkpoint.find_untold(now, self.generation)) is not None:
+            self._commands.append(AskForCheckpoint(self.generation, asked))
+            self._changed()
+        if self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
 
     def _begin_stop(self, now: float, current: Generation) -> None:
