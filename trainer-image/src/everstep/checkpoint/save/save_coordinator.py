@@ -137,10 +137,14 @@ class SaveCoordinator:
 
     def request(self, deadline: float | None) -> None:
         """See Checkpointer.request."""
-        until = None if deadline is None else time.monotonic() + deadline
         self._is_told_to_end |= deadline is not None
-        self._requested = (self._step, until)
+        self._requested = (self._step, self.ask(deadline))
+
+    def ask(self, deadline: float | None) -> float | None:
+        """Ask for a save at the next boundary, of which nobody is told where none comes any more; return its limit."""
+        until = None if deadline is None else time.monotonic() + deadline
         self._wish = (until,)
+        return until
 
     def wait(self, timeout: float | None) -> None:
         """See Checkpointer.wait."""
