@@ -125,8 +125,10 @@ def explain_pod_loss(s: PlanContext, pod: PodView | None) -> Reason:
     """Return the reason of a loss as `explain_loss`, and of a pod whose object is gone the end of its node that was
     announced, if one was."""
     record = s.status.disruption
-    if pod is None and record is not None and not {p.node for p in s.current.values()}.issuperset(record.nodes):
-        return NOTICE_REASONS.get(record.reason, Reason.POD_DELETED)
+    if pod is None and record is not None and record.deadline is not None:
+        nodes = {p.node for p in s.current.values()}
+        if record.leaving is not None or not nodes.issuperset(record.nodes):
+            return NOTICE_REASONS.get(record.reason, Reason.POD_DELETED)
     return explain_loss(pod)
 
 
