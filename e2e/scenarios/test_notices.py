@@ -93,9 +93,8 @@ def test_a_spot_notice_moves_a_pod_and_training_goes_on_from_the_checkpoint_aske
         return len(re.findall(r"begins at", cluster.all_logs(namespace, "moved"))) >= 3
 
     cluster.wait_job(namespace, "moved", begun, 120, "ranks have restored")
-    starts = {
-        int(s) for s, w in re.findall(r"begins at (\d+) with (\d+)", cluster.all_logs(namespace, "moved")) if s == w
-    }
+    begins = re.findall(r"begins at (\d+) with (\d+)", cluster.all_logs(namespace, "moved"))
+    starts = {int(step) for step, weight in begins if step == weight}
     assert max(starts) >= max(20, int(record.get("step") or 0)), "what was asked for is what they go on from"
 
 

@@ -389,3 +389,18 @@ def test_an_operator_that_is_killed_anywhere_on_the_way_leaves_the_same_nodes_on
     assert world.checkpoint >= 99
     restarts = world.status.restarts
     assert (restarts.total, restarts.preemption) == (1, 1)
+
+
+def test_a_leader_that_cannot_say_whose_pod_was_lost_tells_of_the_one_that_left() -> None:
+    """Its entry may come while the pod's object is still there."""
+    world = running()
+    world.notice(1, SPOT)
+    world.reconcile()
+    until_left(world)
+    assert world.leader is not None
+    assert world.pods["digits-1"].deleting
+    world.leader.end_generation("PodLost", world.now)
+    world.reconcile()
+    restarts = world.status.restarts
+    assert (restarts.total, restarts.preemption) == (1, 1)
+    assert world.phase == "Restarting"
