@@ -58,7 +58,7 @@ class SignalRule:
 
 @dataclass(frozen=True, slots=True)
 class NodeSignal:
-    """What is announced about one node.
+    """An announcement about one node.
 
     Attributes:
         reason: Why it goes, or what is wrong with it.
