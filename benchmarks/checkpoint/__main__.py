@@ -13,14 +13,14 @@ import psutil
 import typer
 from rich.console import Console
 
-from benchmarks.checkpoint import planning, restoring, saving, starting, training
+from benchmarks.checkpoint import committing, planning, restoring, saving, starting, training
 from benchmarks.interval import Interval
 from benchmarks.measure import report
 
 RESULT = Path("build/bench/checkpoint.json")
 SIZES = {"100m": 100_000_000, "1g": 1_000_000_000, "4g": 4_000_000_000}
 SAVE = ("stall", "stall-dcp", "write")
-ONCE = ("train-cost", "start", "plan")  # of one size
+ONCE = ("train-cost", "start", "plan", "commit")  # of one size
 KINDS = (*SAVE, *restoring.TARGETS, *ONCE)
 # The state, two slots, the floor's buffer, and a stager's buffers of each mode of DCP with what its process holds.
 COPIES, COPIES_WITH_DCP = 4.5, 9.0
@@ -64,6 +64,8 @@ def measured(kinds: set[str], sizes: list[str], folder: Path, console: Console) 
         yield starting.row(folder)
     if "plan" in kinds:
         yield from planning.rows()
+    if "commit" in kinds:
+        yield from committing.rows()
 
 
 if __name__ == "__main__":

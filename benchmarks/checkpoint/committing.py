@@ -13,13 +13,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.interval import Interval
+
+TARGET = 5.0  # seconds of the committer for each save
+REPEATS = 3
 SHARDED, REPLICAS = "sharded", "replicas"
 ROWS = 8  # of each rank's shard
 WIDTH = 1024
+
+
+def rows() -> Iterator[Interval]:
+    """Yield a row for each spread: the seconds that node 0 takes to commit what all nodes have announced."""
+    for spread in (SHARDED, REPLICAS):
+        with tempfile.TemporaryDirectory(prefix="committing-") as folder:
+            run_step("announce", spread, folder)
+            commits = []
+            for _ in range(REPEATS):
+                for committed in (Path(folder) / "manifests").glob("*"):
+                    committed.unlink()
+                commits.append(run_step("commit", spread, folder)["seconds"])
+            yield Interval(f"commit-{spread}", "s", TARGET, {"ours": commits}, absolute=True)
 
 
 def main() -> None:
@@ -39,11 +56,24 @@ def main() -> None:
     for spread in (SHARDED, REPLICAS):
         with tempfile.TemporaryDirectory(prefix="committing-") as folder:
             for step in STEPS:
-                command = [sys.executable, "-m", "benchmarks.checkpoint.committing", *sys.argv[1:]]
-                command += ["--step", step, "--spread", spread, "--store", folder]
-                found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                found = run_step(step, spread, folder, *sys.argv[1:])
                 shown = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
                 print(f"{spread:9} {step:12} {shown}", flush=True)
+
+
+def run_step(step: str, spread: str, folder: str, *options: str) -> dict[str, float]:
+    """Run one step in a process of its own, and return what it took.
+
+    Args:
+        step: One of STEPS.
+        spread: Whether each tensor has a shard on each rank, or is on one of them.
+        folder: The store.
+        options: Of the command line.
+    """
+    command = [sys.executable, "-m", "benchmarks.checkpoint.committing", *options]
+    command += ["--step", step, "--spread", spread, "--store", folder]
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
 
 
 def measured(options: Any) -> dict[str, float]:

@@ -51,7 +51,8 @@ class _Vote(Consensus):
 
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         first, self._first = self._first, False
-        return super().agree(mine, lambda messages: decide([*messages, self._offer] if first else messages))
+        theirs = [{**mine, "offer": self._offer}] if first else []
+        return super().agree(mine, lambda messages: decide([*messages, *theirs]))
 
 
 def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterator[Interval]:

@@ -6,10 +6,11 @@ Nothing here knows how gradients are averaged: `train.py` and `train_horovod.py`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-try:
-    from everstep import progress
-except ImportError:  # The scripts run anywhere; an everstep job also shows how far they are.
+import everstep
 
-    def progress(step: int, total: int | None = None, **metrics: float) -> None:
-        """Report nothing."""
+SAVE_EVERY = 100  # steps
 
 
 # The ranks are the parallelism here; more threads would only take the cores from each other.
@@ -79,8 +77,11 @@ def train(
     world: World,
     zero_gradients: Callable[[], None],
     average_and_step: Callable[[], None],
+    saved: dict[str, object],
 ) -> None:
-    """Train `model`. `average_and_step` leaves the averaged gradients in the parameters until the next step."""
+    """Train `model`. `average_and_step` leaves the averaged gradients in the parameters until the next step. What is
+    `saved` is restored first, and saved every 100 steps, if this job has a place for checkpoints.
+    """
     data, _ = load()
     # Which samples a rank sees follows from the seed, the epoch and its rank alone, never from timing.
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
@@ -89,24 +90,38 @@ def train(
     batches = DataLoader(data, batch_size=options.batch_size, sampler=sampler, drop_last=True)
     print(f"rank {world.rank} of {world.size} on {socket.gethostname()}: {len(sampler)} images", flush=True)
 
-    total, step = options.epochs * len(batches), 0
+    total = options.epochs * len(batches)
     gradients: list[dict[str, Tensor]] = []
-    for epoch in range(options.epochs):
-        sampler.set_epoch(epoch)
-        for pixels, classes in batches:
+    with contextlib.ExitStack() as stack:
+        checkpoints, start = None, 0
+        if saved and everstep.has_checkpoint_store():
+            checkpoints = stack.enter_context(everstep.checkpointer(every_steps=SAVE_EVERY))
+            start = checkpoints.restore(**saved).step
+        for step, (pixels, classes) in enumerate(_each_batch(batches, sampler, options.epochs), 1):
+            if step <= start:
+                continue
             zero_gradients()
             loss = nn.functional.cross_entropy(model(pixels.to(world.device)), classes.to(world.device))
             loss.backward()
             average_and_step()
-            step += 1
-            progress(step, total=total, loss=loss.item())
+            everstep.progress(step, total=total, loss=loss.item())
+            if checkpoints is not None:
+                checkpoints.step(step)
             if options.dump_gradients and step <= options.dump_steps:
                 weights = model.named_parameters()
                 gradients.append({name.removeprefix("module."): w.grad.cpu().clone() for name, w in weights})
-        if world.rank == 0:
-            print(f"epoch {epoch + 1}/{options.epochs} loss {loss.item():.4f}", flush=True)
+            if world.rank == 0 and step % len(batches) == 0:
+                print(f"epoch {step // len(batches)}/{options.epochs} loss {loss.item():.4f}", flush=True)
     if options.dump_gradients and world.rank == 0:
         torch.save(gradients, options.dump_gradients)
+
+
+def _each_batch(
+    batches: DataLoader[tuple[Tensor, ...]], sampler: DistributedSampler[tuple[Tensor, ...]], epochs: int
+) -> Iterator[tuple[Tensor, ...]]:
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        yield from batches
 
 
 @torch.no_grad()

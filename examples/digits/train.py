@@ -20,7 +20,8 @@ def main() -> None:
     model = digits.build_model(options.seed).to(device)
     parallel = DistributedDataParallel(model)  # averages the gradients during backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
-    digits.train(parallel, options, world, optimizer.zero_grad, optimizer.step)
+    saved = {"model": model, "optimizer": optimizer}
+    digits.train(parallel, options, world, optimizer.zero_grad, optimizer.step, saved)
     digits.finish(model, world)
     dist.barrier()  # gloo aborts a rank that leaves while another still ends its last step
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ loads what was trained here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -28,7 +29,6 @@ from sources import batch, corpus
 
 def options() -> argparse.Namespace:
     given = json.loads(os.environ.get("SM_HPS", "{}"))
-    folder = os.environ.get("SM_CHECKPOINT_DIR", "checkpoints")
     parser = argparse.ArgumentParser()
     parser.add_argument("--stages", type=int, help="default: as the job says, or one for each rank")
     parser.add_argument("--microbatches", type=int, help="default: as the job says, or the best")
@@ -40,7 +40,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=given.get("width", "128"))
     parser.add_argument("--lr", type=float, default=given.get("lr", "0.003"))
     parser.add_argument("--seed", type=int, default=given.get("seed", "0"))
-    parser.add_argument("--checkpoints", default=given.get("checkpoints", folder), help="a folder or a URL")
+    parser.add_argument("--checkpoints", default=given.get("checkpoints"), help="a folder or a URL; default: the job's")
     parser.add_argument("--plan", help="a file where the plan is kept; default: as the job says, or none")
     parser.add_argument("--save-every", type=int, default=given.get("save-every", "50"), help="steps")
     return parser.parse_args()
@@ -76,11 +76,14 @@ def main() -> None:
             plan=PlanOptions(file=given.plan),
             engine=EngineOptions(seed=given.seed, clip=1.0),
         ) as run,
-        everstep.checkpointer(given.checkpoints, every_steps=given.save_every) as checkpoints,
+        contextlib.ExitStack() as stack,
     ):
         optimizer = torch.optim.AdamW(run.groups(), lr=given.lr)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=given.lr, total_steps=given.steps)
-        start = checkpoints.restore(model=run, optimizer=optimizer, scheduler=schedule).step
+        start, checkpoints = 0, None
+        if given.checkpoints or everstep.has_checkpoint_store():
+            checkpoints = stack.enter_context(everstep.checkpointer(given.checkpoints, every_steps=given.save_every))
+            start = checkpoints.restore(model=run, optimizer=optimizer, scheduler=schedule).step
         print(f"rank {dist.get_rank()}: {run.extra_repr()}; begins at step {start}", flush=True)
 
         share = given.global_batch // run.replicas
@@ -90,7 +93,8 @@ def main() -> None:
             output = run.step(text[mine], following[mine])
             optimizer.step()
             schedule.step()
-            checkpoints.step(step)
+            if checkpoints is not None:
+                checkpoints.step(step)
             everstep.progress(step, total=given.steps, loss=output.loss)
             if dist.get_rank() == 0 and step % 10 == 0:
                 print(f"step {step}/{given.steps} loss {output.loss:.4f}", flush=True)

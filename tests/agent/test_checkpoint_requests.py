@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 
 from everstep.agent.leader.commands import AskForCheckpoint
+from everstep.agent.ranks.events import RankProgressed
 from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.http_client import RequestRejected
+from everstep.agent.wire.protocol import RankProgress
+from everstep.agent.wire.rank_checkpoint import RankCheckpoint
 from everstep.cli.leader_client import LeaderClient
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.plan.actions import LeaderPoll
+from everstep_operator.plan.leader_view import RequestedCheckpoint
 
 from .bench import Bench, running
 from .fakes import TOKEN, Agent, gang, until
@@ -38,7 +42,7 @@ def request(bench: Bench, name: str = "n1", seconds: float | None = 120.0) -> Be
 def test_running_ranks_are_asked_once_for_each_id() -> None:
     bench = request(request(running()))
     assert asks(bench) == [(1, "n1", 120.0)]
-    assert bench.leader.state()["checkpointRequest"] == {"id": "n1", "generation": 1}
+    assert bench.leader.state()["checkpointRequest"] == {"id": "n1", "generation": 1, "savedStep": None}
     request(bench, "n2")
     assert [name for _, name, _ in asks(bench)] == ["n1", "n2"]
 
@@ -46,7 +50,7 @@ def test_running_ranks_are_asked_once_for_each_id() -> None:
 def test_ranks_that_do_not_run_yet_are_asked_when_they_do_with_what_is_left() -> None:
     bench = request(Bench().join_all())
     assert asks(bench) == []
-    assert bench.leader.state()["checkpointRequest"] == {"id": "n1", "generation": 0}
+    assert bench.leader.state()["checkpointRequest"] == {"id": "n1", "generation": 0, "savedStep": None}
     bench.now += 30
     bench.run()
     assert asks(bench) == [(1, "n1", 90.0)]
@@ -65,6 +69,55 @@ def test_a_generation_that_may_not_have_saved_hands_the_request_on_until_its_dea
 def test_what_has_no_deadline_is_asked_of_one_generation() -> None:
     bench = request(running(max_backoff=0.0), seconds=None).fail(1, 3).clean().run()
     assert asks(bench) == [(1, "n1", None)]
+
+
+def train(bench: Bench, step: int, saved: int | None = None) -> Bench:
+    """Rank 0 tells of its step, and of the newest checkpoint."""
+    told = RankProgress(0, step, checkpoint=None if saved is None else RankCheckpoint(checkpoint=saved))
+    bench.leader.take_heartbeat(bench.now, 1, bench.leader.generation, [told])
+    return bench
+
+
+def saved_step(bench: Bench) -> int | None:
+    found: int | None = bench.leader.state()["checkpointRequest"]["savedStep"]
+    return found
+
+
+def test_the_checkpoint_that_is_asked_for_is_none_of_a_step_before() -> None:
+    bench = request(train(running(), 20, saved=10))
+    assert saved_step(bench) is None
+    train(bench, 22, saved=15)  # it was being stored when the request came
+    assert saved_step(bench) is None
+    version = bench.leader.version
+    train(bench, 25, saved=23)
+    assert saved_step(bench) == 23
+    assert bench.leader.version > version, "the operator waits for it"
+    train(bench, 40, saved=35)
+    assert saved_step(bench) == 23
+    request(bench, "n2")
+    assert saved_step(bench) is None
+    train(bench, 45, saved=41)
+    assert saved_step(bench) == 41
+
+
+def test_of_ranks_that_report_no_steps_the_next_checkpoint_is_the_one() -> None:
+    bench = running()
+    told = RankProgress(0, checkpoint=RankCheckpoint(checkpoint=10))
+    bench.leader.take_heartbeat(bench.now, 1, 1, [told])
+    request(bench)
+    bench.leader.take_heartbeat(bench.now, 1, 1, [told])
+    assert saved_step(bench) is None
+    bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, checkpoint=RankCheckpoint(checkpoint=11))])
+    assert saved_step(bench) == 11
+
+
+def test_a_generation_that_begins_further_back_may_meet_the_request_with_an_earlier_step() -> None:
+    bench = request(train(running(max_backoff=0.0), 20, saved=10))
+    bench.fail(1, 3).clean().run()
+    train(bench, 12, saved=10)
+    assert saved_step(bench) is None, "it is what they have begun from"
+    train(bench, 14, saved=13)
+    assert saved_step(bench) == 13
 
 
 def test_an_ended_job_is_asked_for_nothing() -> None:
@@ -120,7 +173,12 @@ async def test_the_operators_command_reaches_the_leader_and_its_state_says_so(tm
             await until(lambda: (view := poller.view(KEY, "pod-a")) and view.phase == "running")
             for _ in range(3):
                 poller.request_checkpoint(KEY, "n1", time.time() + 60)
-            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.checkpoint_request == "n1")
+            asked = RequestedCheckpoint("n1")
+            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.checkpoint_request == asked)
+            trained = RankProgressed(1, 0, 12, None, "train", {}, RankCheckpoint(checkpoint=12))
+            agents[0].node.emit(trained)
+            saved = RequestedCheckpoint("n1", 12)
+            await until(lambda: (view := poller.view(KEY, "pod-a")) and view.checkpoint_request == saved)
             await until(lambda: all(read(agent) for agent in agents))
         finally:
             await poller.close()
@@ -160,7 +218,7 @@ def test_ranks_of_real_agents_find_the_request_in_the_file_that_their_environmen
         client.checkpoint(1, "n1", 60)
         client.checkpoint(1, "n1", 60)
         state = job.until(lambda state: state["phase"] == "ended", "all ranks have seen it")
-        assert state["checkpointRequest"] == {"id": "n1", "generation": 1}
+        assert state["checkpointRequest"] == {"id": "n1", "generation": 1, "savedStep": None}
         assert job.exit_codes() == [0, 0]
         said = "".join(job.log(index) for index in range(2))
     assert all(f"rank {rank} saves for n1 within 60" in said for rank in range(4)), said

@@ -28,7 +28,18 @@ async def test_a_shell_can_report_progress(tmp_path: Path, python: str) -> None:
         "total": 100,
         "phase": "eval",
         "metrics": {"loss": 0.5},
+        "checkpoint": None,
     }
+
+
+async def test_a_shell_can_report_a_checkpoint_without_changing_the_phase(tmp_path: Path) -> None:
+    said = 'echo "step=12 phase=eval" > "$EVERSTEP_PROGRESS"; echo "checkpoint=10 restored=5" > "$EVERSTEP_PROGRESS"'
+    async with Node(tmp_path, ["sh", "-c", said]) as node:
+        await node.start()
+        await node.event("RankExited")
+        last = node.all("RankProgressed")[-1]
+    assert (last["step"], last["phase"], last["metrics"]) == (12, "eval", {})
+    assert (last["checkpoint"]["checkpoint"], last["checkpoint"]["restored"]) == (10, 5)
 
 
 async def test_the_last_words_of_a_rank_are_heard_before_its_exit(tmp_path: Path) -> None:

@@ -32,25 +32,26 @@ class S3Server:
 
     port: int
     folder: Path
+    address: str = "127.0.0.1"
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     def url(self, prefix: str, endpoint: str | None = None) -> str:
         return f"s3://{BUCKET}/{prefix}?endpoint={endpoint or self.endpoint}"
 
 
 @contextmanager
-def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Ends with the block."""
+def s3_server(folder: Path, address: str = "127.0.0.1") -> Iterator[S3Server]:
+    """Run a server on an address of this machine; it ends with the block."""
     data, metadata = folder / "data", folder / "metadata"
     # A bucket is a folder. Metadata in a folder of its own: not every file system has extended attributes.
     for path in (data / BUCKET, metadata):
         path.mkdir(parents=True)
     program = binaries.binary("versitygw")
-    port = _free_port()
-    command = [str(program), "--port", f"127.0.0.1:{port}", "--quiet", "posix", "--sidecar", str(metadata), str(data)]
+    port = _free_port(address)
+    command = [str(program), "--port", f"{address}:{port}", "--quiet", "posix", "--sidecar", str(metadata), str(data)]
     keys = {
         "ROOT_ACCESS_KEY": ENVIRONMENT["AWS_ACCESS_KEY_ID"],
         "ROOT_SECRET_KEY": ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
@@ -58,24 +59,26 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, **keys}, stdout=log, stderr=subprocess.STDOUT)
     try:
-        _wait_until_it_listens(process, port, folder / "log")
-        yield S3Server(port, data / BUCKET)
+        _wait_until_it_listens(process, (address, port), folder / "log")
+        yield S3Server(port, data / BUCKET, address)
     finally:
         process.kill()
         process.wait()
 
 
-def _free_port() -> int:
+def _free_port(address: str) -> int:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((address, 0))
         return int(listener.getsockname()[1])
 
 
-def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int, log: Path, seconds: float = 30) -> None:
+def _wait_until_it_listens(
+    process: subprocess.Popen[bytes], place: tuple[str, int], log: Path, seconds: float = 30
+) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            socket.create_connection(place, timeout=1).close()
             return
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:

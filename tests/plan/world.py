@@ -28,11 +28,12 @@ from everstep_operator.plan.actions import (
 from everstep_operator.plan.affinity import list_excluded_nodes
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.leader_view import (
-    LeaderCheckpoint,
     LeaderOutcome,
     LeaderProgress,
     LeaderView,
+    ReportedCheckpoint,
     ReportedGeneration,
+    RequestedCheckpoint,
     SickGpu,
     UncleanPod,
 )
@@ -77,6 +78,7 @@ class Leader:
     charged: str = ""
     request: str = ""  # id of the newest request for a checkpoint
     request_due: float | None = None  # when the ranks have saved for it
+    saved_step: int | None = None
 
     def end_generation(self, cause: str, now: float, **fields: object) -> None:
         entry = ReportedGeneration(id=f"{self.epoch}.{self.generation}", cause=cause, ended_at=now)
@@ -121,6 +123,7 @@ class World:
         self.sick_gpus: tuple[SickGpu, ...] = ()
         self.saves_in: float | None = 2.0  # seconds from a request to its commit; None: ranks do not save
         self.asked_for: list[tuple[str, float | None]] = []  # requests that reached a leader
+        self.reported: ReportedCheckpoint | None = None  # by the leader
         self.led = 0  # the highest epoch that ever had a pod 0
 
     # --- the operator
@@ -176,8 +179,8 @@ class World:
             sick_gpus=self.sick_gpus,
             running_since=leader.started_at if leader.phase == "running" else None,
             progress=LeaderProgress(leader.step, 1000, 1.0) if leader.generation else None,
-            checkpoint=LeaderCheckpoint(self.checkpoint) if self.checkpoint else None,
-            checkpoint_request=leader.request,
+            checkpoint=self.reported,
+            checkpoint_request=RequestedCheckpoint(leader.request, leader.saved_step) if leader.request else None,
             history=tuple(leader.history),
             outcome=leader.outcome,
         )
@@ -257,7 +260,7 @@ class World:
             if action.id != self.leader.request:
                 self.asked_for.append((action.id, action.deadline))
                 due = self.now + self.saves_in if self.saves_in is not None else None
-                self.leader.request, self.leader.request_due = action.id, due
+                self.leader.request, self.leader.request_due, self.leader.saved_step = action.id, due, None
         elif isinstance(action, DeleteJob):
             assert action.uid == self.job.metadata.uid
             self.deleted_job = True
@@ -360,6 +363,7 @@ class World:
         if leader.phase == "running" and leader.request_due is not None and self.now >= leader.request_due:
             leader.request_due = None
             self.save()
+            leader.saved_step = self.checkpoint
         if leader.phase == "forming" and len(running) == self.job.spec.num_nodes and not head.deleting:
             leader.generation += 1
             leader.phase, leader.members, leader.started_at = "running", tuple(running), self.now

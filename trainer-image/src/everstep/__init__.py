@@ -1,7 +1,8 @@
 """everstep: distributed training on any Kubernetes cluster that never loses a step.
 
-`everstep.progress(step, total=…, loss=…)` reports a step; `everstep.checkpointer(store, …)` saves and restores a run,
-with `MemoryOptions`, `RetentionOptions`, `StorageOptions` and `TimeOptions` for what is rarely said;
+`everstep.progress(step, total=…, loss=…)` reports a step; `everstep.checkpointer()` saves and restores a run where the
+job says, or `everstep.checkpointer(store, …)` where a script says, with `MemoryOptions`, `RetentionOptions`,
+`StorageOptions` and `TimeOptions` for what is rarely said; `has_checkpoint_store()` tells whether the job says where.
 `everstep.load(uri)`, `load_into(uri, model=model)`, `list_checkpoints(uri)` and `best(uri, metric)` only read.
 `FromRank(object)` and `PerRank(object)` say whose state is saved where ranks hold different ones.
 Everything else is in the submodules; importing this package imports nothing but the standard library.
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from everstep.checkpoint.load.api import load as load
     from everstep.checkpoint.load.api import load_into as load_into
     from everstep.checkpoint.session.checkpointer import Checkpointer as checkpointer
+    from everstep.checkpoint.session.job_arguments import has_checkpoint_store as has_checkpoint_store
     from everstep.checkpoint.session.options import MemoryOptions as MemoryOptions
     from everstep.checkpoint.session.options import RetentionOptions as RetentionOptions
     from everstep.checkpoint.session.options import StorageOptions as StorageOptions
@@ -34,6 +36,7 @@ __all__ = [
     "TimeOptions",
     "best",
     "checkpointer",
+    "has_checkpoint_store",
     "list_checkpoints",
     "load",
     "load_into",
@@ -49,6 +52,7 @@ _WHERE = {
     "TimeOptions": ("everstep.checkpoint.session.options", "TimeOptions"),
     "best": ("everstep.checkpoint.catalog.listing", "best"),
     "checkpointer": ("everstep.checkpoint.session.checkpointer", "Checkpointer"),
+    "has_checkpoint_store": ("everstep.checkpoint.session.job_arguments", "has_checkpoint_store"),
     "list_checkpoints": ("everstep.checkpoint.catalog.listing", "list_checkpoints"),
     "load": ("everstep.checkpoint.load.api", "load"),
     "load_into": ("everstep.checkpoint.load.api", "load_into"),

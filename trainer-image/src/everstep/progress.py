@@ -7,6 +7,7 @@ update, not the step. Any program can do the same without this library:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import types
@@ -31,6 +32,21 @@ def progress(step: int, total: int | None = None, phase: str = "train", **metric
             os.write(fd, _line(step, total, phase, metrics))
     except Exception:  # noqa: BLE001, S110, RUF100 - a report must never end a training run
         pass
+
+
+def report_checkpoint(**words: int | str) -> None:
+    """Report what the job's status says of checkpoints; the checkpoint library calls it.
+
+    Args:
+        words: `checkpoint`: the step of the newest one that is stored; `checkpoint_bytes`: its size;
+            `checkpoints_failed`: saves that failed since then; `restored`: the step that training goes on from, with
+            `restored_from` (memory, peer or store), `restored_ms` and `restored_over`, the number of newer ones that
+            are damaged.
+    """
+    with contextlib.suppress(Exception):  # a report must never end a training run
+        fd = _open()
+        if fd is not None:
+            os.write(fd, (" ".join(f"{name}={value}" for name, value in words.items()) + "\n").encode())
 
 
 def _open() -> int | None:

@@ -15,6 +15,7 @@ from pydantic.alias_generators import to_snake
 
 from everstep.pipeline.schedules import NAMES as SCHEDULE_NAMES
 from everstep_operator.api.base import ApiModel
+from everstep_operator.api.checkpoint import CheckpointPolicy
 from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.podtemplate import PodTemplate
 from everstep_operator.api.rules import Rule, UpdateRule
@@ -204,7 +205,7 @@ class Timeouts(ApiModel):
 
 _FIXED_FIELDS = (
     "image", "imagePullPolicy", "command", "args", "env", "hyperparameters", "numNodes", "numProcPerNode", "resources",
-    "distribution", "pools", "restart.fencing", "restart.maxBackoff", "securityProfile", "podTemplate",
+    "distribution", "pools", "checkpoint", "restart.fencing", "restart.maxBackoff", "securityProfile", "podTemplate",
 )  # fmt: skip
 """What the pods are built from. The rest is judged by the operator at every moment and may change at any."""
 _IN_ANY_ORDER = frozenset({"containers", "volumes"})
@@ -290,6 +291,8 @@ class TrainingJobSpec(ApiModel):
         Atomic(),
     ] = Field(default_factory=list)
     """TrainingPools in order of preference. Empty: any node that fits."""
+    checkpoint: CheckpointPolicy | None = None
+    """Where checkpoints are kept and how often they are saved."""
     restart: RestartPolicy = RestartPolicy()
     """Restart budgets and fencing."""
     timeouts: Timeouts = Timeouts()

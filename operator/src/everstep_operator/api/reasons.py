@@ -78,6 +78,22 @@ class Reason(StrEnum):
     STOPPING = "Stopping", "The operator stops the pods with their grace period."
     COMPLETED = "Completed", "All ranks exited with code 0."
 
+    # Checkpoints
+    RESTORED = "Restored", "The ranks of a new generation continue from a checkpoint; the message names step and place."
+    CHECKPOINT_DAMAGED = (
+        "CheckpointDamaged",
+        "A restore passed over newer checkpoints because they are damaged; the ranks' log names each with its fault.",
+    )
+    SAVE_FAILED = (
+        "SaveFailed",
+        "A checkpoint could not be saved; training continues, and the ranks' log says why.",
+    )
+    CHECKPOINT_OVERDUE = (
+        "CheckpointOverdue",
+        "No checkpoint was saved for much longer than the job's interval: a failure now would cost all that time.",
+    )
+    CHECKPOINT_CURRENT = "CheckpointCurrent", "Checkpoints are saved at the job's interval."
+
     # Limits
     PENDING_TIMEOUT = "PendingTimeout", "There was no capacity for all pods within timeouts.pending."
     STARTUP_TIMEOUT = "StartupTimeout", "Not all ranks started within timeouts.startup."

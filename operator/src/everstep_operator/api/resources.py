@@ -53,6 +53,7 @@ TRAINING_JOBS = CustomResource(
         PrinterColumn("Ready", ".status.readyNodes", "integer", description="Pods whose trainer runs"),
         PrinterColumn("Nodes", ".spec.numNodes", "integer"),
         PrinterColumn("Step", ".status.progress.step", "integer"),
+        PrinterColumn("Checkpoint", ".status.checkpoint.step", "integer", description="Step of the newest one"),
         PrinterColumn("Restarts", ".status.restarts.total", "integer"),
         PrinterColumn("Pool", ".status.template.pool"),
         _AGE,
@@ -63,6 +64,7 @@ TRAINING_JOBS = CustomResource(
             "Infrastructure", ".status.restarts.infrastructure", "integer", wide=True, description="Restarts"
         ),
         PrinterColumn("Preemption", ".status.restarts.preemption", "integer", wide=True, description="Restarts"),
+        PrinterColumn("Lost-steps", ".status.checkpoint.lostSteps", "integer", wide=True, description="Trained again"),
         PrinterColumn("Goodput", ".status.timings.goodput", "number", wide=True),
         PrinterColumn("Last-failure", ".status.lastFailure.reason", wide=True),
     ),

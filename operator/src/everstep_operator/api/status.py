@@ -62,6 +62,7 @@ class ConditionType(StrEnum):
     PLAIN_MODE = "PlainMode"
     DEGRADED = "Degraded"
     NODES_HEALTHY = "NodesHealthy"
+    CHECKPOINT_STALE = "CheckpointStale"
 
 
 class Condition(StatusModel):
@@ -102,6 +103,39 @@ class TrainingProgress(StatusModel):
     """Number of steps of the whole training."""
     steps_per_second: Seconds | None = None
     """Recent steps per second."""
+
+
+class RestoreStatus(StatusModel):
+    """The newest restore of the job's ranks."""
+
+    id: str = Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$", max_length=32)
+    """`epoch.generation` of the generation that restored."""
+    step: Count
+    """The step that training went on from; 0 where there was no checkpoint."""
+    tier: Literal["memory", "peer", "store"] | None = None
+    """The farthest place that any rank read from: its node's memory, another node's, or the store."""
+    seconds: Seconds | None = None
+    """Duration of the restore."""
+    passed_over: Count = 0
+    """Number of newer checkpoints that are damaged and were passed over."""
+    lost_steps: Count | None = None
+    """Steps that were trained before and are trained again; absent where the last step is not known."""
+
+
+class CheckpointStatus(StatusModel):
+    """The job's checkpoints, as everstep's library in its ranks reports them."""
+
+    step: Count | None = None
+    """The step of the newest checkpoint that training can go on from."""
+    time: Time | None = None
+    """When the leader heard of it."""
+    bytes: Count | None = None
+    """Its size, of all ranks."""
+    failed_saves: Count = 0
+    """Saves that failed since then."""
+    restored: RestoreStatus | None = None
+    lost_steps: Count = 0
+    """Steps that were trained more than once, in all restarts."""
 
 
 class Charge(StatusModel):
@@ -216,10 +250,8 @@ class Disruption(StatusModel):
     """When the operator first saw the signal. It names the request for a checkpoint."""
     deadline: Time | None = None
     """When the first of the nodes may be gone; absent where they stay, and a checkpoint is all that is asked for."""
-    step: Count = 0
-    """The step of the ranks when it was noticed: a checkpoint of this step or a later one is the one asked for."""
     saved_step: Count | None = None
-    """The step of that checkpoint, once it is committed."""
+    """The step of the checkpoint that the ranks saved for it, once it is committed."""
     leaving: Time | None = None
     """Since when the pods on these nodes are deleted."""
 
@@ -249,8 +281,10 @@ class Timings(StatusModel):
     """In phase Running."""
     recovering: Seconds = 0.0
     """In phase Restarting."""
+    lost: Seconds = 0.0
+    """Part of `running` in which steps were trained that a restart has lost, by the steps per second before it."""
     goodput: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of Running in the time of Running and Restarting. Repeated steps count as running."""
+    """Share of Running, without the lost part, in the time of Running and Restarting."""
 
 
 class TrainingJobStatus(StatusModel):
@@ -273,6 +307,7 @@ class TrainingJobStatus(StatusModel):
     ready_nodes: Count = 0
     """Number of pods whose trainer container runs."""
     progress: TrainingProgress | None = None
+    checkpoint: CheckpointStatus | None = None
     restarts: Restarts = Restarts()
     start_failures: StartFailures | None = None
     last_failure: LastFailure | None = None

@@ -302,7 +302,7 @@ class LeaderPoller:
         same = _strip_progress(old) == _strip_progress(view)
         if not same:
             self._changed(key, 0.0)
-        elif view.progress != old.progress:
+        elif (view.progress, view.checkpoint) != (old.progress, old.checkpoint):
             self._changed(key, PROGRESS_SECONDS)
         return same
 
@@ -406,5 +406,8 @@ def _leader_identity(poll: LeaderPoll) -> tuple[str, str, int, int]:
 
 
 def _strip_progress(view: LeaderView) -> LeaderView:
-    """Return a view without how far the training is."""
-    return replace(view, version=0, answered_at=None, progress=None)
+    """Return a view without how far the training is, and which step it has saved."""
+    kept = view.checkpoint
+    if kept is not None:
+        kept = replace(kept, step=None, bytes=None, at=None)
+    return replace(view, version=0, answered_at=None, progress=None, checkpoint=kept)

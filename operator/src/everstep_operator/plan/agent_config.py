@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from everstep_operator.plan.observation import TRAINER_CONTAINER, PlanSettings
 PROTOCOL = 1
 RESTART_GRACE = 5.0
 LEAVE_SECONDS = 10  # seconds an agent keeps for its own last word after the ranks' grace
+CHECKPOINT_VARIABLE = "EVERSTEP_CHECKPOINT"  # JSON
 LOCAL_INSTANCE_TYPE = "local"  # what SageMaker's toolkits call a machine that is no instance type
 DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 
@@ -35,7 +37,7 @@ def build_job_config(
         "numProcPerNode": spec.num_proc_per_node or max(1, gpus),
         "command": [*(spec.command or []), *spec.args],
         "distribution": {"kind": spec.distribution.kind, "options": spec.distribution.options},
-        "variables": spec.distribution.variables,
+        "variables": {**spec.distribution.variables, **build_checkpoint_variables(job)},
         "hyperparameters": dict(spec.hyperparameters),
         "restart": {
             "application": spec.restart.application,
@@ -53,6 +55,12 @@ def build_job_config(
         "cpus": _count_cpus(spec.resources.limits or spec.resources.requests),
         "gpus": gpus,
     }
+
+
+def build_checkpoint_variables(job: TrainingJob) -> dict[str, str]:
+    """Return what the checkpoint library in the ranks is told of `spec.checkpoint`; nothing where that is absent."""
+    policy = job.spec.checkpoint
+    return {} if policy is None else {CHECKPOINT_VARIABLE: json.dumps(policy.describe_for_library(), sort_keys=True)}
 
 
 def find_termination_grace(job: TrainingJob, settings: PlanSettings) -> int:

@@ -4,8 +4,9 @@ Suspended). A time changes only when its status does."""
 from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import Condition, ConditionType, Phase
+from everstep_operator.api.status import CheckpointStatus, Condition, ConditionType, Phase
 from everstep_operator.plan import node_trouble
+from everstep_operator.plan.checkpoint_status import describe_overdue, find_overdue_time
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 
@@ -13,9 +14,15 @@ _MAX = 4096
 _WantedCondition = tuple[bool, Reason, str]
 
 
-def build_conditions(s: PlanContext, decision: Decision) -> list[Condition]:
-    """Return all conditions after the decision, in a fixed order."""
-    wishes = _wanted_conditions(s, decision)
+def build_conditions(s: PlanContext, decision: Decision, checkpoint: CheckpointStatus | None = None) -> list[Condition]:
+    """Return all conditions after the decision, in a fixed order.
+
+    Args:
+        s: The job at this moment.
+        decision: What was decided.
+        checkpoint: Its checkpoints.
+    """
+    wishes = _wanted_conditions(s, decision) | _judge_checkpoints(s, decision, checkpoint)
     generation = s.job.metadata.generation
     made = []
     for kind in ConditionType:
@@ -39,6 +46,20 @@ def build_conditions(s: PlanContext, decision: Decision) -> list[Condition]:
             )
         )
     return made
+
+
+def _judge_checkpoints(
+    s: PlanContext, decision: Decision, checkpoint: CheckpointStatus | None
+) -> dict[ConditionType, _WantedCondition]:
+    """Return whether the newest checkpoint is too old; nothing of a job that never saved too late."""
+    if decision.phase is not Phase.RUNNING:
+        return {}
+    overdue = find_overdue_time(s, checkpoint)
+    if overdue is not None and s.now >= overdue:
+        return {ConditionType.CHECKPOINT_STALE: (True, Reason.CHECKPOINT_OVERDUE, describe_overdue(s))}
+    if s.status.condition(ConditionType.CHECKPOINT_STALE) is None:
+        return {}
+    return {ConditionType.CHECKPOINT_STALE: (False, Reason.CHECKPOINT_CURRENT, "")}
 
 
 def _wanted_conditions(s: PlanContext, decision: Decision) -> dict[ConditionType, _WantedCondition]:

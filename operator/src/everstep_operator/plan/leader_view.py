@@ -14,6 +14,8 @@ MAX_TEXT_CHARS = 1024
 MAX_TAIL_LINES = 20
 MAX_ORDINAL = 999_999_999  # of an epoch or a generation: what the id of a charge has room for
 PHASES = frozenset({"forming", "starting", "running", "stopping", "backoff", "ended"})
+TIERS = frozenset({"memory", "peer", "store"})
+MAX_TIME = 253_402_300_799.0  # the end of the year 9999
 RESULTS = frozenset({"succeeded", "failed", "stopped"})
 
 
@@ -26,11 +28,34 @@ class LeaderProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaderCheckpoint:
-    """The newest committed checkpoint of the job."""
+class RequestedCheckpoint:
+    """The newest request for a checkpoint that the leader has had."""
 
+    id: str
+    saved_step: int | None = None  # of the checkpoint that was saved for it, once that is committed
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedRestore:
+    """The start of a generation from a checkpoint, or from none."""
+
+    id: str  # of the generation
     step: int
-    time: float | None = None  # Unix seconds, by the clock of whoever committed it
+    tier: str = ""  # memory, peer or store; empty: not told
+    seconds: float | None = None
+    passed_over: int = 0  # newer checkpoints that are damaged
+    lost_steps: int | None = None  # None: the last step before it was told to another leader
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedCheckpoint:
+    """The newest checkpoint, and saves that failed since then."""
+
+    step: int | None = None
+    bytes: int | None = None
+    at: float | None = None
+    failed_saves: int = 0
+    restored: ReportedRestore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +128,8 @@ class LeaderView:
     sick_gpus: tuple[SickGpu, ...] = ()
     running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
     progress: LeaderProgress | None = None
-    checkpoint: LeaderCheckpoint | None = None  # None: unknown, or none is committed
-    checkpoint_request: str = ""  # id of the newest request for a checkpoint that it has had
+    checkpoint: ReportedCheckpoint | None = None
+    checkpoint_request: RequestedCheckpoint | None = None
     history: tuple[ReportedGeneration, ...] = ()
     outcome: LeaderOutcome | None = None
 
@@ -153,8 +178,8 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
         ),
         running_since=running_since,
         progress=parse_progress(data.get("progress")),
-        checkpoint=_parse_checkpoint(data.get("checkpoint")),
-        checkpoint_request=_as_text(_as_mapping(data.get("checkpointRequest")).get("id"), 64),
+        checkpoint=parse_checkpoint(data.get("checkpoint"), answered_at),
+        checkpoint_request=_parse_checkpoint_request(data.get("checkpointRequest")),
         history=tuple(sorted(_parse_history(data.get("generationHistory"), ended, answered_at), key=lambda e: e.order)),
         outcome=_parse_outcome(data.get("outcome")),
     )
@@ -240,10 +265,45 @@ def parse_progress(raw: Any) -> LeaderProgress | None:
     )
 
 
-def _parse_checkpoint(raw: Any) -> LeaderCheckpoint | None:
+def parse_checkpoint(raw: Any, answered_at: float) -> ReportedCheckpoint | None:
+    """Return what is said of the job's checkpoints; None where nothing is.
+
+    Args:
+        raw: The decoded JSON.
+        answered_at: When it came, in Unix seconds: nothing was saved later.
+    """
     data = _as_mapping(raw)
-    step = _as_count(data.get("step"))
-    return None if step is None else LeaderCheckpoint(step, _as_number(data.get("time")))
+    if not data:
+        return None
+    return ReportedCheckpoint(
+        step=_as_count(data.get("step")),
+        bytes=_as_count(data.get("bytes")),
+        at=_clamp_time(_as_time(data.get("at")), answered_at),
+        failed_saves=_as_count(data.get("failedSaves")) or 0,
+        restored=_parse_restore(data.get("restored")),
+    )
+
+
+def _parse_restore(raw: Any) -> ReportedRestore | None:
+    data = _as_mapping(raw)
+    name, step = _as_text(data.get("id"), 32), _as_count(data.get("step"))
+    if parse_generation_id(name) < (0, 0) or step is None:
+        return None
+    tier, seconds = _as_text(data.get("tier"), 16), _as_number(data.get("seconds"))
+    return ReportedRestore(
+        id=name,
+        step=step,
+        tier=tier if tier in TIERS else "",
+        seconds=seconds if seconds is not None and seconds >= 0 else None,
+        passed_over=_as_count(data.get("passedOver")) or 0,
+        lost_steps=_as_count(data.get("lostSteps")),
+    )
+
+
+def _parse_checkpoint_request(raw: Any) -> RequestedCheckpoint | None:
+    data = _as_mapping(raw)
+    name = _as_text(data.get("id"), 64)
+    return RequestedCheckpoint(name, _as_count(data.get("savedStep"))) if name else None
 
 
 def _parse_outcome(raw: Any) -> LeaderOutcome | None:
@@ -253,6 +313,12 @@ def _parse_outcome(raw: Any) -> LeaderOutcome | None:
         return None
     failure = _as_text(data.get("failure"), 32)
     return LeaderOutcome(result, _as_integer(data.get("exitCode")), _as_text(data.get("message")), failure)
+
+
+def _as_time(value: Any) -> float | None:
+    """Return Unix seconds that a date can hold."""
+    number = _as_number(value)
+    return number if number is not None and 0 < number < MAX_TIME else None
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:

@@ -158,7 +158,6 @@ def _update_record(s: PlanContext, signals: Mapping[str, NodeSignal]) -> Disrupt
         nodes=sorted(chosen)[:MAX_DISRUPTED_NODES],
         noticed=to_utc(s.now),
         deadline=None if at is None else to_utc(at),
-        step=_find_step(s),
     )
 
 
@@ -175,27 +174,13 @@ def _is_on(s: PlanContext, record: Disruption, leaving: Mapping[str, NodeSignal]
     return any(pod.node in record.nodes and pod.node in leaving for pod in s.live)
 
 
-def _find_step(s: PlanContext) -> int:
-    """Return the step of the ranks, as far as it is known: what was saved before it loses what came after."""
-    leader = s.leader
-    if leader is None:
-        return 0
-    if leader.progress is not None and leader.progress.step is not None:
-        return leader.progress.step
-    return leader.checkpoint.step + 1 if leader.checkpoint is not None else 0
-
-
 def _note_checkpoint(s: PlanContext, record: Disruption) -> Disruption:
-    """Return the record with the step of the checkpoint that was asked for, once the leader tells that it is committed;
-    before the leader has been asked, with the step from which on a checkpoint counts."""
-    leader = s.leader
-    if leader is None or record.leaving is not None or record.saved_step is not None:
+    """Return the record with the step of the checkpoint that was asked for, once the leader tells that it is
+    committed."""
+    told = s.leader.checkpoint_request if s.leader is not None else None
+    if told is None or told.id != make_request_id(record) or record.leaving is not None:
         return record
-    if leader.checkpoint_request != make_request_id(record):
-        return record.model_copy(update={"step": _find_step(s)})
-    if leader.checkpoint is None or leader.checkpoint.step < record.step:
-        return record
-    return record.model_copy(update={"saved_step": leader.checkpoint.step})
+    return record if told.saved_step is None else record.model_copy(update={"saved_step": told.saved_step})
 
 
 def _may_ranks_run(s: PlanContext) -> bool:
@@ -215,7 +200,9 @@ def _compute_leave_time(record: Disruption) -> float:
 def _make_request(s: PlanContext, record: Disruption) -> RequestCheckpoint | None:
     name = make_request_id(record)
     leader = s.leader
-    if leader is None or not leader.reachable or leader.phase != "running" or leader.checkpoint_request == name:
+    if leader is None or not leader.reachable or leader.phase != "running":
+        return None
+    if leader.checkpoint_request is not None and leader.checkpoint_request.id == name:
         return None
     return RequestCheckpoint(name, record.deadline.timestamp() if record.deadline is not None else None)
 

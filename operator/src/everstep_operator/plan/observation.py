@@ -21,9 +21,12 @@ from everstep_operator.plan.affinity import list_excluded_nodes
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.leader_view import (
+    MAX_TIME,
     LeaderProgress,
     LeaderView,
+    ReportedCheckpoint,
     ReportedGeneration,
+    parse_checkpoint,
     parse_history_words,
     parse_ordinal,
     parse_progress,
@@ -54,6 +57,7 @@ class TerminationMessage:
     log_tail: tuple[str, ...] = ()
     history: tuple[ReportedGeneration, ...] = ()  # agent 0's: id and cause only
     progress: LeaderProgress | None = None  # agent 0's
+    checkpoint: ReportedCheckpoint | None = None  # agent 0's
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +403,7 @@ def parse_termination_message(text: str) -> TerminationMessage | None:
         log_tail=tuple(clip_text(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
         history=parse_history_words(data.get("generationHistory")),
         progress=parse_progress(data.get("progress")),
+        checkpoint=parse_checkpoint(data.get("checkpoint"), MAX_TIME),
     )
 
 

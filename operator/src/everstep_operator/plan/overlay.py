@@ -26,8 +26,9 @@ _KEYS = {
     "resourceClaims": "name",
     "ports": "containerPort",
 }
-# Lists without a key in the API: a user adds to these, and losing ours would lose the pool's nodes or the job's DNS.
-_APPENDED = frozenset({"tolerations", "searches", "nameservers", "options", "supplementalGroups"})
+# Lists without a key in the API: a user adds to these. Losing ours would lose the pool's nodes, the job's DNS, or the
+# credentials of its checkpoints.
+_APPENDED = frozenset({"envFrom", "tolerations", "searches", "nameservers", "options", "supplementalGroups"})
 # Exactly one source is allowed in a volume, one `valueFrom` or `value` in a variable: theirs replaces ours as a whole.
 _REPLACED = frozenset({"volumes", "env"})
 

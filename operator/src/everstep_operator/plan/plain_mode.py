@@ -94,6 +94,7 @@ def build_environment(
     master = "algo-1" if nodes > 1 else "127.0.0.1"
     facts = _make_contract_facts(job, index)
     variables = {
+        **job.get("variables", {}),
         **build_sm_environment(facts),
         **build_rank_variables(
             RankPlacement(rank=index, local_rank=0, world_size=nodes, local_world_size=1),

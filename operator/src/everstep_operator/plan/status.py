@@ -9,6 +9,7 @@ from __future__ import annotations
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import (
     MAX_TRANSITIONS,
+    CheckpointStatus,
     ConditionType,
     Phase,
     Timings,
@@ -17,6 +18,12 @@ from everstep_operator.api.status import (
     Transition,
 )
 from everstep_operator.plan.actions import JobEvent
+from everstep_operator.plan.checkpoint_status import (
+    describe_overdue,
+    find_overdue_time,
+    list_checkpoint_events,
+    update_checkpoint,
+)
 from everstep_operator.plan.conditions import build_conditions
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.gang import BLOCKED_REASONS
@@ -39,31 +46,35 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
     """Return the status to have, the events of this transition, and when a change that was held back is due."""
     old = s.status
     moved = _starts_transition(s, decision)
+    checkpoint = update_checkpoint(s)
     new = old.model_copy(
         update={
             "phase": decision.phase,
             "observed_generation": s.job.metadata.generation,
-            "conditions": build_conditions(s, decision),
+            "conditions": build_conditions(s, decision, checkpoint),
             "epoch": max(old.epoch, decision.epoch or 0),
             "generation": old.generation if decision.generation is None else decision.generation,
             "template": decision.template or old.template,
             "nodes": 0 if decision.phase is Phase.SUSPENDED else s.wanted,
             "ready_nodes": s.ready,
             "progress": _update_progress(s, decision),
+            "checkpoint": checkpoint,
             "restarts": decision.restarts or old.restarts,
             "start_failures": decision.start_failures,
             "last_failure": decision.last_failure or old.last_failure,
             "disruption": decision.disruption,
             "transitions": _update_transitions(s, decision) if moved else old.transitions,
-            "timings": _update_timings(s) if moved else old.timings,
+            "timings": _update_timings(s, moved, checkpoint),
         }
     )
+    overdue = find_overdue_time(s, checkpoint)
+    wake = overdue if overdue is not None and overdue > s.now else None
     if new == old:
-        return old, (), None
+        return old, (), wake
     if not moved and _strip_volatile_fields(new) == _strip_volatile_fields(old):
         due = (s.observed.status_written_at or 0.0) + WRITE_INTERVAL_SECONDS
         if s.now < due:
-            return old, (), due
+            return old, (), due if wake is None else min(due, wake)
     changed_phase = decision.phase is not old.phase or decision.phase is Phase.PENDING or decision.again
     warns = decision.phase in _WARNING_PHASES or decision.stalled
     said = decision.message or decision.reason.meaning
@@ -73,7 +84,7 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
         old.transitions[-2:] if decision.reason in BLOCKED_REASONS else old.transitions[-1:]
     )  # with the one between
     news = moved and changed_phase and not (decision.again and any(t.reason == decision.reason for t in attempts))
-    return new, (*((event,) if news else ()), *_list_other_events(s, new)), None
+    return new, (*((event,) if news else ()), *_list_other_events(s, new)), wake
 
 
 def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]:
@@ -90,7 +101,10 @@ def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]
     failure = new.last_failure
     if failure is not None and failure.reason == Reason.START_FAILED and failure != s.status.last_failure:
         events.append(JobEvent("Warning", failure.reason, failure.message[:1024]))
-    return events
+    stale, was = (status.is_true(ConditionType.CHECKPOINT_STALE) for status in (new, s.status))
+    if stale and not was:
+        events.append(JobEvent("Warning", Reason.CHECKPOINT_OVERDUE.value, describe_overdue(s)))
+    return [*events, *list_checkpoint_events(s.status.checkpoint, new.checkpoint)]
 
 
 def _starts_transition(s: PlanContext, decision: Decision) -> bool:
@@ -121,16 +135,24 @@ def _update_transitions(s: PlanContext, decision: Decision) -> list[Transition]:
     return known[-MAX_TRANSITIONS:]
 
 
-def _update_timings(s: PlanContext) -> Timings:
+def _update_timings(s: PlanContext, moved: bool, checkpoint: CheckpointStatus | None) -> Timings:
     """Return the timings. Time is booked when a phase ends: a status that only counted seconds would be written every
-    second."""
+    second. Lost time is booked when ranks say from which step they continue."""
     timings = s.status.timings
-    if s.open is None or (bucket := _TIMING_OF_PHASE.get(s.open.phase)) is None:
+    changes: dict[str, float | None] = {}
+    if moved and s.open is not None and (bucket := _TIMING_OF_PHASE.get(s.open.phase)) is not None:
+        spent = max(0.0, s.now - s.open.start.timestamp())
+        changes[bucket] = round(getattr(timings, bucket) + spent, 3)
+    known = s.status.checkpoint.lost_steps if s.status.checkpoint is not None else 0
+    steps = checkpoint.lost_steps - known if checkpoint is not None else 0
+    rate = s.status.progress.steps_per_second if s.status.progress is not None else None
+    if steps > 0 and rate:
+        changes["lost"] = round(timings.lost + steps / rate, 3)
+    if not changes:
         return timings
-    spent = max(0.0, s.now - s.open.start.timestamp())
-    timings = timings.model_copy(update={bucket: round(getattr(timings, bucket) + spent, 3)})
+    timings = timings.model_copy(update=changes)
     busy = timings.running + timings.recovering
-    goodput = round(timings.running / busy, 4) if busy > 0 else None
+    goodput = round(max(0.0, timings.running - timings.lost) / busy, 4) if busy > 0 else None
     return timings.model_copy(update={"goodput": goodput})
 
 
@@ -159,4 +181,7 @@ def _update_progress(s: PlanContext, decision: Decision) -> TrainingProgress | N
 def _strip_volatile_fields(status: TrainingJobStatus) -> TrainingJobStatus:
     """Return a status without what may wait for the next write."""
     told = [c.model_copy(update={"message": ""}) for c in status.conditions]
-    return status.model_copy(update={"conditions": told, "ready_nodes": 0, "progress": None})
+    kept = status.checkpoint
+    if kept is not None:  # that one more was saved can wait; that a save failed, or what was restored, cannot
+        kept = kept.model_copy(update={"step": None, "time": None, "bytes": None})
+    return status.model_copy(update={"conditions": told, "ready_nodes": 0, "progress": None, "checkpoint": kept})

@@ -16,9 +16,19 @@ from typing import Any
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.scalars import parse_quantity
 from everstep_operator.plan import plain_mode
-from everstep_operator.plan.agent_config import DEFAULT_GPU_RESOURCE, build_job_config, gpu_resource
+from everstep_operator.plan.agent_config import (
+    CHECKPOINT_VARIABLE,
+    DEFAULT_GPU_RESOURCE,
+    build_job_config,
+    gpu_resource,
+)
+from everstep_operator.plan.checkpoint_volumes import (
+    find_memory_shortage,
+    find_missing_store,
+    find_volume_source,
+    limit_memory_volumes,
+)
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, PlanSettings, token_secret_name
@@ -30,7 +40,6 @@ from everstep_operator.plan.template_field_types import find_misshapen_field
 
 AGENT_COMMAND = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
 DEFAULT_USER_ID = 1000
-DEFAULT_SHM_BYTES = 1 << 30
 # Where the checkpoint library keeps its slots. Not in /dev/shm, which the agent empties between two generations: ranks
 # that are started again in place restore from here, without the store.
 MEMORY_VARIABLE, CHECKPOINT_MEMORY = "EVERSTEP_CHECKPOINT_MEMORY", "/opt/everstep/memory"
@@ -81,6 +90,8 @@ def resolve_template(
         return RejectedTemplate(Reason.NOT_PERMITTED, message)
     if plain and job.spec.num_nodes > plain_mode.MAX_NODES:
         return RejectedTemplate(Reason.INVALID_TEMPLATE, _TOO_MANY_PLAIN.format(nodes=job.spec.num_nodes))
+    if (message := find_memory_shortage(job)) is not None:
+        return RejectedTemplate(Reason.INVALID_TEMPLATE, message)
     config = build_job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
     spec = merge_overlay(_build_base_pod(job, epoch, pool, plain, settings), over)
     profile = job.spec.security_profile
@@ -93,6 +104,8 @@ def resolve_template(
     if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _has_mount(trainer, "/tmp"):  # noqa: S108
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _build_mount("everstep-tmp", "/tmp")]  # noqa: S108
         spec["volumes"] = [*spec["volumes"], {"name": "everstep-tmp", "emptyDir": {}}]
+    if (why := find_missing_store(job, spec, trainer)) is not None:
+        config["variables"] = {**config["variables"], CHECKPOINT_VARIABLE: _encode_json({"missing": why})}
     config |= {"ownsSharedMemory": _owns_shared_memory(spec, trainer), "ownsIpc": not spec.get("hostIPC")}
     # A user's volume on one of our mount points leaves our volume without a use.
     used = [m.get("name") for c in _list_containers(spec) for m in c.get("volumeMounts") or ()]
@@ -260,6 +273,8 @@ def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> 
     resources = spec.resources.manifest()
     if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
         container["resources"] = resources
+    if spec.checkpoint is not None and spec.checkpoint.secret_ref is not None:
+        container["envFrom"] = [{"secretRef": {"name": spec.checkpoint.secret_ref.name}}]
     if spec.image_pull_policy is not None:
         container["imagePullPolicy"] = spec.image_pull_policy
     return container
@@ -275,9 +290,10 @@ def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dic
 
 def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSettings) -> list[dict[str, Any]]:
     name = make_template_name(job.metadata.name, epoch)
+    shared_memory, checkpoint_memory = limit_memory_volumes(job)
     volumes: list[dict[str, Any]] = [
-        {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _limit_memory_volume(job)}},
-        *({"name": f"everstep-{folder}", "emptyDir": {}} for folder in _FOLDERS),
+        {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
+        *({"name": f"everstep-{folder}", **find_volume_source(job, folder)} for folder in _FOLDERS),
     ]
     if plain:
         config = {
@@ -295,19 +311,8 @@ def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSett
         {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
         {"name": TOKEN_VOLUME, "secret": {"secretName": token, "defaultMode": 0o440}},
         {"name": "everstep-run", "emptyDir": {}},
-        {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": _limit_memory_volume(job)}},
+        {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": checkpoint_memory}},
     ]
-
-
-def _limit_memory_volume(job: TrainingJob) -> str:
-    """Return the size limit of one memory volume: half of the pod's memory.
-
-    What is in it counts against the pod's limit. Two volumes that are both full leave nothing for the ranks: the
-    checkpoint library therefore checks the memory that is available before it makes slots.
-    """
-    resources = job.spec.resources
-    memory = resources.limits.get("memory") or resources.requests.get("memory")
-    return str(int(parse_quantity(memory)) // 2 if memory else DEFAULT_SHM_BYTES)
 
 
 def _build_tolerations(pool: TrainingPool | None, settings: PlanSettings) -> list[dict[str, Any]]:

@@ -199,6 +199,7 @@ class _Agent:
             # For an operator that was away: what the job's restarts were, and how far it came, before nobody can be
             # asked any more.
             word["generationHistory"], word["progress"] = leader_server.charges(), leader_server.progress()
+            word["checkpoint"] = leader_server.checkpoint()
         failure = leader_server.failure() if leader_server is not None else None
         if failure is not None:
             # Agent 0 speaks for the job: what made it fail, on whichever node.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.checkpoint.format.keys import Key
+from everstep.progress import report_checkpoint
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -78,14 +79,52 @@ class Metrics:
         }
 
 
+class JobReport:
+    """The report of a run's checkpoints to the status of its everstep job."""
+
+    def __init__(self) -> None:
+        self._failed = 0  # saves, since the last one that was stored
+        self._passed_over = 0  # checkpoints, in the restore that goes on
+
+    def tell(self, event: CheckpointEvent) -> None:
+        """Tell the agent of an event, if there is an agent and its job's status shows such events."""
+        if event.name == "failed":
+            self._failed += 1
+            report_checkpoint(checkpoints_failed=self._failed)
+        elif event.name == "fell_back":
+            self._passed_over += 1
+        elif event.name == "saved" and event.key is not None:
+            self._failed = 0
+            size = event.details.get("bytes")
+            report_checkpoint(
+                checkpoint=event.key.step,
+                checkpoints_failed=0,
+                **({} if size is None else {"checkpoint_bytes": int(size)}),
+            )
+        elif event.name == "restored" and event.key is not None:
+            passed_over, self._passed_over = self._passed_over, 0
+            details = event.details
+            tier = {"restored_from": details["tier"]} if "tier" in details else {}
+            took = {"restored_ms": round(1000 * details["seconds"])} if "seconds" in details else {}
+            report_checkpoint(
+                restored=event.key.step, checkpoint=event.key.step, restored_over=passed_over, **tier, **took
+            )
+
+
 class Events:
     """The callbacks that are registered for each event.
 
     Every event is logged too; a callback that raises ends no training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, reports: bool = True) -> None:
+        """Begin without callbacks.
+
+        Args:
+            reports: Whether the status of an everstep job is to show them; one rank of a run is enough.
+        """
         self._callbacks: dict[str, list[Callback]] = {name: [] for name in EVENTS}
+        self._report = JobReport() if reports else None
 
     def on(self, name: str, callback: Callback) -> None:
         """Call back at every event of this name. ValueError for a name that is none of EVENTS."""
@@ -93,10 +132,17 @@ class Events:
             raise ValueError(f"no such event: {name!r}; there are {', '.join(EVENTS)}")
         self._callbacks[name].append(callback)
 
+    def tell_empty(self) -> None:
+        """Tell the status of an everstep job that training begins without a checkpoint."""
+        if self._report is not None:
+            report_checkpoint(restored=0)
+
     def emit(self, event: CheckpointEvent) -> None:
         """Log the event and call its callbacks."""
         level = logging.INFO if event.name in ("saved", "restored") else logging.WARNING
         _log.log(level, "%s", event)
+        if self._report is not None:
+            self._report.tell(event)
         for callback in self._callbacks[event.name]:
             try:
                 callback(event)

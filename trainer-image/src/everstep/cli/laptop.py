@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from everstep.cli.errors import CliError
 from everstep.cli.live import LiveScreen
 from everstep.cli.local import EPOCH, LocalAgents, hold_base
+from everstep.cli.local_checkpoints import LocalCheckpoints, find_default_base
 from everstep.cli.prepare import PreparedJob
 from everstep.cli.story import StateNarrator
 from everstep.cli.terminal import format_duration
@@ -28,9 +28,17 @@ INTERRUPTED_EXIT_CODE = 130
 class LocalRun:
     """One run of one job."""
 
-    def __init__(self, prepared: PreparedJob, base: Path | None) -> None:
+    def __init__(self, prepared: PreparedJob, base: Path | None, *, anew: bool = False) -> None:
+        """Prepare a run.
+
+        Args:
+            prepared: The job.
+            base: The folder of its files; None for one that belongs to its manifest.
+            anew: Whether to leave behind the checkpoints of an earlier run that did not succeed.
+        """
         self._prepared = prepared
-        self._base = base.absolute() if base else Path(tempfile.mkdtemp(prefix=f"everstep-{prepared.name}-"))
+        self._base = base.absolute() if base else find_default_base(prepared.name, prepared.file, anew=anew)
+        self._anew = anew
         self._story = StateNarrator(prepared.restarts)
         self._interrupts = 0
         self._stop_sent = False
@@ -47,9 +55,11 @@ class LocalRun:
         agent = self._base / "agent.pyz"
         with hold_base(self._base) as lock, LiveScreen(self._prepared.name) as screen, self._signals():
             agent.write_bytes(build_zipapp())
-            for note in self._prepared.notes:
+            checkpoints = LocalCheckpoints(self._base, self._prepared.checkpoint, anew=self._anew)
+            for note in (*self._prepared.notes, *checkpoints.list_notes()):
                 screen.say(note)
-            agents = LocalAgents(self._prepared.local, self._base, agent, screen.log, lock)
+            job = self._prepared.local.with_variables(checkpoints.make_variables())
+            agents = LocalAgents(job, self._base, agent, screen.log, lock)
             try:
                 self._follow(agents, screen)
                 if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
@@ -58,6 +68,8 @@ class LocalRun:
                 if None in agents.exits:
                     agents.kill()
             code = self._verdict(agents, screen)
+            if code == 0:
+                checkpoints.note_success()
             for line in self._summary(started, time.time()):
                 screen.say(line)
         return code

@@ -40,6 +40,11 @@ class LocalJob:
     def nodes(self) -> int:
         return int(self.config["numNodes"])
 
+    def with_variables(self, variables: Mapping[str, str]) -> LocalJob:
+        """Return the job with more variables for the library in its ranks."""
+        config = {**self.config, "variables": {**self.config["variables"], **variables}}
+        return LocalJob(config, self.environment)
+
 
 class LocalAgents:
     """A set of agents of one run. `write` is called with each line of output, from a thread of its own for each

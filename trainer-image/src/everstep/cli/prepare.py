@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from everstep.cli.errors import CliError
 from everstep.cli.hostpaths import HostCommand, PathMapping, adapt_command
@@ -23,6 +23,8 @@ class PreparedJob:
     local: LocalJob
     restarts: int
     notes: tuple[str, ...]
+    file: Path
+    checkpoint: Mapping[str, Any]  # what the manifest says, by the names of the library's arguments
 
 
 def prepare_local_job(
@@ -63,7 +65,18 @@ def prepare_local_job(
         local=LocalJob(config, environment),
         restarts=job.spec.restart.application,
         notes=tuple(_list_notes(job, command, missing)),
+        file=file,
+        checkpoint=_describe_checkpoint(job),
     )
+
+
+def _describe_checkpoint(job: TrainingJob) -> dict[str, Any]:
+    """Return what the manifest says of checkpoints. A volume is not here, and so no folder of one."""
+    policy = job.spec.checkpoint
+    said = policy.describe_for_library() if policy is not None else {}
+    if policy is None or policy.store is None or policy.store.startswith("/"):
+        said.pop("store", None)
+    return said
 
 
 def _read_environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:

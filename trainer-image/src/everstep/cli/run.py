@@ -15,8 +15,12 @@ def run(
         int | None, typer.Option("--procs", min=1, help="Ranks per node instead of numProcPerNode.")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option("--base", help="Folder for /opt/ml of each node. Default: a new temporary folder.")
+        Path | None,
+        typer.Option("--base", help="Folder of each node's /opt/ml and of checkpoints. Default: temporary."),
     ] = None,
+    new: Annotated[
+        bool, typer.Option("--new", help="Begin anew, though an earlier run was interrupted and left checkpoints.")
+    ] = False,
     maps: Annotated[
         list[str] | None,
         typer.Option("--map", help="FOLDER_OF_THE_IMAGE=FOLDER, for paths in the command. Repeatable."),
@@ -38,4 +42,4 @@ def run(
 
     job = load_job(file)
     prepared = prepare_local_job(job, file, nodes=nodes, procs=procs, maps=maps or [], python=python)
-    raise typer.Exit(LocalRun(prepared, base).run())
+    raise typer.Exit(LocalRun(prepared, base, anew=new).run())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Who pays, as the operator counts it; the rest is free.
+_PLACES = {"memory": "memory", "peer": "another node's memory", "store": "the store"}
 APPLICATION = frozenset({"Application", "OutOfMemory"})
 
 
@@ -20,6 +21,7 @@ class StateNarrator:
     state: dict[str, Any] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)  # the newest that any state had
     ranks_started: float | None = None  # seconds since the epoch, of the first generation
+    _restored: str = ""  # the newest generation that said what it began from
 
     @property
     def allowance(self) -> int:
@@ -50,6 +52,11 @@ class StateNarrator:
                 continue
             self.charged = entry["id"]
             yield f"generation {entry['id']} ended: {describe_cause(entry)}{self._paid(entry)}"
+        restored = (state.get("checkpoint") or {}).get("restored")
+        if restored and restored["id"] != self._restored:
+            self._restored = restored["id"]
+            if restored["step"] or restored.get("lostSteps"):
+                yield describe_restore(restored)
 
     def _paid(self, entry: Mapping[str, Any]) -> str:
         if entry["cause"] not in APPLICATION:
@@ -68,6 +75,14 @@ def describe_cause(entry: Mapping[str, Any]) -> str:
     elif entry.get("exitCode") is not None:
         words += f", exit code {entry['exitCode']}"
     return f"{words}: {entry['message']}" if entry.get("message") else str(words)
+
+
+def describe_restore(restored: Mapping[str, Any]) -> str:
+    """Return one line about what a generation began from."""
+    tier = f" from {_PLACES[restored['tier']]}" if restored.get("tier") in _PLACES else ""
+    took = f" in {restored['seconds']:.2f} s" if restored.get("seconds") is not None else ""
+    lost = f"; {restored['lostSteps']} steps are trained again" if restored.get("lostSteps") else ""
+    return f"generation {restored['id']} continues from step {restored['step']}{tier}{took}{lost}"
 
 
 def _parse_token(identity: str) -> tuple[int, int]:

@@ -317,6 +317,10 @@ class LeaderServer:
         told = self._leader.meter.to_json()
         return {key: told[key] for key in ("step", "totalSteps", "stepsPerSecond", "at")} if told else None
 
+    def checkpoint(self) -> dict[str, Any] | None:
+        """Return the job's newest checkpoint and what its last generation began from."""
+        return self._leader.checkpoints.to_json()
+
     async def linger(self) -> None:
         """Wait after the end until every agent was told, and the operator too if it was there lately."""
         await self._links.flushed(LINGER_SECONDS)

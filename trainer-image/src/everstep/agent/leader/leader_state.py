@@ -34,6 +34,7 @@ from everstep.agent.wire.protocol import (
     Outcome,
 )
 
+from .checkpoint_meter import CheckpointMeter
 from .commands import AskForCheckpoint, Command, EndJob, HangUp, StartRanks, StopRanks
 from .generation import SETTLE_SECONDS, Generation
 from .members import JobMembers
@@ -67,6 +68,7 @@ class LeaderState:
         self.outcome: Outcome | None = None
         self.budget = RestartAllowance(config.application_restarts, config.max_backoff)
         self.meter = ProgressMeter()
+        self.checkpoints = CheckpointMeter()
         self.pending_checkpoint = PendingCheckpoint()
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
@@ -112,6 +114,7 @@ class LeaderState:
             **self._members.to_json(),
             "ranksStartedAt": self.ranks_started_at,
             "progress": self.meter.to_json(),
+            "checkpoint": self.checkpoints.to_json(),
             "checkpointRequest": self.pending_checkpoint.to_json(),
             "generationHistory": [e.to_json(tail=i >= tails) for i, e in enumerate(history)],
             "outcome": self.outcome.to_json() if self.outcome else None,
@@ -227,7 +230,10 @@ class LeaderState:
 
     def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
         if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
+            ranks = tuple(ranks)
             self.meter.update(now, now + self._wall_offset, ranks)
+            if self.checkpoints.update(now + self._wall_offset, (epoch, generation), ranks):
+                self._changed()
             self._advance(now)
 
     def update_gpus(self, index: int, gpus: tuple[Gpu, ...]) -> None:
@@ -282,6 +288,7 @@ class LeaderState:
         self._current = Generation(self.config, (self.epoch, self.generation), now)
         self._members.started(self._current.order)
         self.ranks_started_at = None
+        self.checkpoints.restart(self.meter.generation_step)
         self.meter.restart()
         layout = GenerationLayout(
             epoch=self.epoch,
@@ -313,11 +320,21 @@ class LeaderState:
         if self.phase == STARTING and current.started:
             self.ranks_started_at = now + self._wall_offset
             self._enter(RUNNING)
-        if self.phase == RUNNING and (asked := self.pending_checkpoint.find_untold(now, self.generation)) is not None:
-            self._commands.append(AskForCheckpoint(self.generation, asked))
-            self._changed()
+        if self.phase == RUNNING:
+            self._ask_for_checkpoint(now)
         if self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
+
+    def _ask_for_checkpoint(self, now: float) -> None:
+        """Hand a request on to ranks that run, and note the checkpoint that was saved for it."""
+        before, trained = self.checkpoints.step, self.meter.generation_step
+        from_step = trained if trained is not None else (before + 1 if before is not None else 0)
+        asked = self.pending_checkpoint.find_untold(now, self.generation, from_step)
+        if asked is not None:
+            self._commands.append(AskForCheckpoint(self.generation, asked))
+            self._changed()
+        elif self.pending_checkpoint.note_checkpoint(self.generation, before):
+            self._changed()
 
     def _begin_stop(self, now: float, current: Generation) -> None:
         graceful = current.failures[0].cause in (protocol.STOPPED, protocol.LEAVING)

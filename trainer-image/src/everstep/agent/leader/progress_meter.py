@@ -35,6 +35,11 @@ class ProgressMeter:
         self._metrics_rank = self._phase_rank = -1
         self._fresh = True
 
+    @property
+    def generation_step(self) -> int | None:
+        """Return the last step of this generation; None when no rank has reported one."""
+        return None if self._fresh else self.step
+
     def update(self, now: float, wall: float, ranks: Iterable[RankProgress]) -> None:
         for rank in ranks:
             self.changed_at = now if self.changed_at is None else self.changed_at

@@ -277,7 +277,7 @@ class NodeAgent:
             self._report_soon(MERGE_SECONDS)
         elif isinstance(event, RankProgressed):
             self._progress[event.rank] = RankProgress(
-                event.rank, event.step, event.total, event.phase, dict(event.metrics)
+                event.rank, event.step, event.total, event.phase, dict(event.metrics), event.checkpoint
             )
         elif isinstance(event, (RankExited, LauncherExited)):
             end = event.to_exit()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Union
 
 from everstep.agent.wire.protocol import ProcessExit
+from everstep.agent.wire.rank_checkpoint import RankCheckpoint
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class RankProgressed:
     total: int | None
     phase: str
     metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: RankCheckpoint | None = None
 
 
 @dataclass(frozen=True)

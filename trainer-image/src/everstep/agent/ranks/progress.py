@@ -9,6 +9,9 @@ import os
 from pathlib import Path
 from typing import Callable
 
+from everstep.agent.wire import rank_checkpoint
+from everstep.agent.wire.rank_checkpoint import RankCheckpoint
+
 MAX_METRICS = 32
 MAX_NAME_CHARS = 64
 MAX_PHASE_CHARS = 32
@@ -27,10 +30,11 @@ class ProgressUpdate:
         self.total: int | None = None
         self.phase = "train"
         self.metrics: dict[str, float] = {}
+        self.checkpoint: RankCheckpoint | None = None
 
     def take(self, line: str) -> bool:
         """Parse a line. Return False when nothing in it could be used."""
-        used = False
+        used = told = False
         phase = None
         for word in line.split():
             name, found, value = word.partition("=")
@@ -41,11 +45,18 @@ class ProgressUpdate:
             elif name == "phase":
                 if value.isidentifier() and len(value) <= MAX_PHASE_CHARS:
                     phase = value
+            elif name in rank_checkpoint.NAMES:
+                told |= self._checkpoint(name, value)
             else:
                 used |= self._metric(name, value)
         if phase is not None or used:
             self.phase = phase or "train"  # a script may name only its other phases
-        return used or phase is not None
+        return used or told or phase is not None
+
+    def _checkpoint(self, name: str, value: str) -> bool:
+        taken = (self.checkpoint or RankCheckpoint()).take(name, value)
+        self.checkpoint = taken or self.checkpoint
+        return taken is not None
 
     def _integer(self, name: str, value: str) -> bool:
         # isdecimal alone would accept digits of every script, and int() has no limit on their number.

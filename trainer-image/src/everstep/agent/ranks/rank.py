@@ -163,8 +163,11 @@ class Rank:
 
     def _report_progress(self, update: ProgressUpdate) -> None:
         context = self._context
+        metrics = dict(update.metrics)
         context.emit(
-            RankProgressed(context.generation, self.rank, update.step, update.total, update.phase, dict(update.metrics))
+            RankProgressed(
+                context.generation, self.rank, update.step, update.total, update.phase, metrics, update.checkpoint
+            )
         )
 
     def _write_log_line(self, text: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .rank_checkpoint import RankCheckpoint
+
 MESSAGE_CHARS = 1024
 TAIL_LINES = 20
 TAIL_CHARS = 400
@@ -229,6 +231,7 @@ class RankProgress:
     total: int | None = None
     phase: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: RankCheckpoint | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -237,6 +240,7 @@ class RankProgress:
             "total": self.total,
             "phase": self.phase[:32],
             "metrics": dict(list(self.metrics.items())[:32]),
+            **({} if self.checkpoint is None else {"checkpoint": self.checkpoint.to_json()}),
         }
 
     @classmethod
@@ -249,6 +253,7 @@ class RankProgress:
             total=_as_optional_count(data.get("total")),
             phase=_as_text(data.get("phase"))[:32],
             metrics={str(k)[:64]: float(v) for k, v in items if isinstance(v, (int, float)) and math.isfinite(v)},
+            checkpoint=RankCheckpoint.from_json(data.get("checkpoint")),
         )
 
 

@@ -13,7 +13,10 @@ FENCE = Path("/run/everstep/fence.json")
 
 
 def get_given_attempt(environment: Mapping[str, str] = os.environ) -> Attempt | None:
-    """Return the attempt that EVERSTEP_EPOCH and EVERSTEP_GENERATION name. ValueError."""
+    """Return the attempt that EVERSTEP_EPOCH and EVERSTEP_GENERATION name; None where there is none, or where
+    EVERSTEP_ATTEMPT says that it is counted by what is in the store. ValueError."""
+    if environment.get("EVERSTEP_ATTEMPT") == "counted":
+        return None
     epoch, generation = environment.get("EVERSTEP_EPOCH"), environment.get("EVERSTEP_GENERATION")
     return Attempt(int(epoch), int(generation)) if epoch and generation else None
 

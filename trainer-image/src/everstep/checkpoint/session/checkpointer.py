@@ -63,11 +63,11 @@ class Checkpointer:
     @explain_keywords(retention=RetentionOptions, memory=MemoryOptions, storage=StorageOptions, times=TimeOptions)
     def __init__(
         self,
-        store: str | os.PathLike[str],
+        store: str | os.PathLike[str] | None = None,
         *,
         every: str | float | Literal["auto"] | None = None,
         every_steps: int | None = None,
-        keep_last: int = 3,
+        keep_last: int | None = None,
         policy: Policy = "skip",
         retention: RetentionOptions | None = None,
         memory: MemoryOptions | None = None,
@@ -78,11 +78,12 @@ class Checkpointer:
         """Begin a session, which writes nothing before its first save.
 
         Args:
-            store: A folder or a URL, as s3://bucket/run.
+            store: A folder or a URL, as s3://bucket/run. None for that of the job (`spec.checkpoint`, in
+                EVERSTEP_CHECKPOINT), or the folder `checkpoints`.
             every: The time between saves: seconds, "10m", or "auto" (by Young and Daly, from what saves cost and how
-                often the run fails). With neither this nor `every_steps` it is ten minutes.
+                often the run fails). With neither this nor `every_steps` it is as the job says, or ten minutes.
             every_steps: The number of steps between saves; both may be given.
-            keep_last: The number of newest checkpoints that stay.
+            keep_last: The number of newest checkpoints that stay; None for as many as the job says, or three.
             policy: What a save does that is due while one is still being stored: "skip" (it is taken when the next one
                 is due), "wait" (training waits) or "queue" (it is taken into the other slot, and training waits where
                 that is in use too).
@@ -98,10 +99,11 @@ class Checkpointer:
         """
         self._asked = asked = SessionArguments.check({name: each for name, each in locals().items() if name != "self"})
         self._trigger = Trigger.parse(asked.every, asked.every_steps, asked.times.time_between_failures)
-        self._events, self._metrics = Events(), Metrics()
+        self._metrics = Metrics()
         self._how = How(asked.storage.checksum, asked.storage.allow_pickle)
         self._group = open_host_group(asked.times.timeout, "everstep.checkpointer()")
         self._topology = topology.find_topology(self._group)
+        self._events = Events(reports=self._topology.rank == 0)
         self.store, self._directory = open_places(asked, self._topology, self._group)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
@@ -189,6 +191,8 @@ class Checkpointer:
         if restored.key is not None:
             figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
             self._events.emit(CheckpointEvent("restored", restored.key, "", figures))
+        else:
+            self._events.tell_empty()
         self._set_objects(everything, restored.step)
         return restored
 

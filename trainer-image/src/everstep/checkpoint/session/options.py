@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from everstep.checkpoint.catalog.best import Mode
 from everstep.checkpoint.format import checksum as checksums
 from everstep.checkpoint.session.arguments import DEFAULT_EVERY, check_argument
+from everstep.checkpoint.session.job_arguments import fill_arguments
 
 if TYPE_CHECKING:
     from everstep.checkpoint.save.save_coordinator import Policy
@@ -133,7 +134,7 @@ class SessionArguments:
 
     @classmethod
     def check(cls, given: Mapping[str, Any]) -> Self:
-        """Return the arguments of a session.
+        """Return the arguments of a session, from the job where the script gave none.
 
         Args:
             given: What a script gave, by name.
@@ -143,7 +144,7 @@ class SessionArguments:
         """
         checked = {
             name: _check_group(name, value, GROUPS[name]) if name in GROUPS else check_argument(name, value)
-            for name, value in given.items()
+            for name, value in fill_arguments(given).items()
         }
         if checked["every"] is None and checked["every_steps"] is None:
             checked["every"] = DEFAULT_EVERY

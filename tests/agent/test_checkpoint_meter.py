@@ -1,0 +1,109 @@
+"""The leader tells of checkpoints what its ranks say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.agent.leader.checkpoint_meter import CheckpointMeter
+from everstep.agent.wire.protocol import RankProgress
+from everstep.agent.wire.rank_checkpoint import RankCheckpoint
+
+from .bench import Bench, running
+
+
+def says(rank: int = 0, **words: Any) -> RankProgress:
+    return RankProgress(rank, checkpoint=RankCheckpoint(**words))
+
+
+def restored(meter: CheckpointMeter) -> dict[str, Any]:
+    told = meter.to_json()
+    assert told is not None
+    return dict(told["restored"])
+
+
+def test_nothing_is_said_of_a_job_that_saves_nothing() -> None:
+    meter = CheckpointMeter()
+    assert not meter.update(1.0, (1, 1), [RankProgress(0, 5)])
+    assert meter.to_json() is None
+
+
+def test_the_newest_checkpoint_has_its_size_and_time() -> None:
+    meter = CheckpointMeter()
+    meter.update(7.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
+    meter.update(9.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
+    told = meter.to_json()
+    assert told == {"step": 50, "bytes": 99, "at": 7.0, "failedSaves": 0, "restored": None}
+
+
+def test_lost_steps_are_those_between_the_last_step_and_the_restore() -> None:
+    meter = CheckpointMeter()
+    meter.restart(None)
+    meter.update(1.0, (1, 1), [says(restored=0)])
+    assert restored(meter)["lostSteps"] is None
+    meter.restart(57)
+    meter.update(2.0, (1, 2), [says(restored=50, restored_from="memory", restored_ms=310, restored_over=1)])
+    assert restored(meter) == {
+        "id": "1.2", "step": 50, "tier": "memory", "seconds": 0.31, "passedOver": 1, "lostSteps": 7,
+    }  # fmt: skip
+
+
+def test_steps_are_lost_once_however_often_the_next_generation_fails() -> None:
+    meter = CheckpointMeter()
+    meter.restart(57)
+    meter.update(2.0, (1, 2), [says(restored=50)])
+    meter.restart(None)  # it made no step
+    meter.update(3.0, (1, 3), [says(restored=50)])
+    assert restored(meter)["lostSteps"] == 0
+
+
+def test_steps_are_not_forgotten_when_a_generation_ends_before_it_restored() -> None:
+    meter = CheckpointMeter()
+    meter.restart(57)
+    meter.restart(None)
+    meter.update(3.0, (1, 3), [says(restored=50)])
+    assert restored(meter)["lostSteps"] == 7
+
+
+def test_a_restored_checkpoint_keeps_the_size_that_is_known() -> None:
+    meter = CheckpointMeter()
+    meter.update(7.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99)])
+    meter.restart(57)
+    meter.update(9.0, (1, 2), [says(checkpoint=50, restored=50)])
+    told = meter.to_json()
+    assert told is not None
+    assert (told["step"], told["bytes"], told["at"]) == (50, 99, 7.0)
+
+
+def test_a_waiting_poll_is_answered_at_once_when_ranks_have_restored_or_a_save_failed() -> None:
+    bench: Bench = running()
+    bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, 1)])  # from now on progress waits for a second
+    for words in ({"restored": 50}, {"restored": 50, "checkpoints_failed": 1}):
+        before = bench.leader.version
+        bench.leader.take_heartbeat(bench.now, 1, 1, [says(**words)])
+        assert bench.leader.version > before
+    before = bench.leader.version
+    bench.leader.take_heartbeat(bench.now, 1, 1, [says(restored=50, checkpoints_failed=1, checkpoint=60)])
+    assert bench.leader.version == before, "some scripts save after each step"
+    bench.later(1.0)
+    assert bench.leader.version > before
+    assert bench.leader.state()["checkpoint"]["step"] == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("checkpoint", "-1"), ("checkpoint", "1e3"), ("checkpoint", "9" * 17), ("restored_from", "disk"), ("loss", "1")],
+)
+def test_what_cannot_be_a_word_of_checkpoints_is_refused(name: str, value: str) -> None:
+    assert RankCheckpoint().take(name, value) is None
+
+
+@pytest.mark.parametrize("data", [None, 5, [], {"checkpoint": -1}, {"checkpoint": True}, {"restored_from": 7}])
+def test_what_is_no_report_reads_as_none(data: Any) -> None:
+    assert RankCheckpoint.from_json(data) is None
+
+
+def test_a_report_comes_through_the_wire() -> None:
+    sent = says(3, checkpoint=50, checkpoint_bytes=9, restored=40, restored_from="peer", restored_ms=12)
+    assert RankProgress.from_json(sent.to_json()) == sent

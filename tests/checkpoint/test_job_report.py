@@ -1,0 +1,72 @@
+"""The status of an everstep job hears what becomes of saves, by the words of its ranks' progress."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.agent.ranks.progress import ProgressUpdate
+from everstep.agent.wire.rank_checkpoint import RankCheckpoint
+from everstep.checkpoint.events import CheckpointEvent, Events
+from everstep.checkpoint.format.keys import Attempt, Key
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The end of a FIFO from which an agent would read."""
+    path = tmp_path / "progress"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    monkeypatch.setenv("EVERSTEP_PROGRESS", str(path))
+    yield reader
+    os.close(reader)
+
+
+def heard(agent: int) -> RankCheckpoint | None:
+    update = ProgressUpdate()
+    for line in os.read(agent, 1 << 16).decode().splitlines():
+        assert update.take(line), line
+    return update.checkpoint
+
+
+def key(step: int) -> Key:
+    return Key(Attempt(1, 2), step)
+
+
+def test_a_save_is_told_with_its_size(agent: int) -> None:
+    Events().emit(CheckpointEvent("saved", key(50), "", {"bytes": 99, "seconds": 0.5}))
+    assert heard(agent) == RankCheckpoint(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)
+
+
+def test_failed_saves_are_counted_until_one_is_stored(agent: int) -> None:
+    events = Events()
+    events.emit(CheckpointEvent("failed", key(60), "the store is full"))
+    events.emit(CheckpointEvent("failed", key(70), "the store is full"))
+    assert heard(agent) == RankCheckpoint(checkpoints_failed=2)
+    events.emit(CheckpointEvent("saved", key(80)))
+    assert heard(agent) == RankCheckpoint(checkpoint=80, checkpoints_failed=0)
+
+
+def test_a_restore_is_told_with_its_place_and_what_was_passed_over(agent: int) -> None:
+    events = Events()
+    events.emit(CheckpointEvent("fell_back", key(90), "sums differ"))
+    events.emit(CheckpointEvent("restored", key(50), "", {"tier": "memory", "bytes": 9, "seconds": 0.3123}))
+    assert heard(agent) == RankCheckpoint(
+        checkpoint=50, restored=50, restored_from="memory", restored_ms=312, restored_over=1
+    )
+
+
+def test_one_rank_of_a_run_tells_it(agent: int) -> None:
+    Events(reports=False).emit(CheckpointEvent("saved", key(50)))
+    Events().tell_empty()
+    assert heard(agent) == RankCheckpoint(restored=0)
+
+
+def test_without_an_agent_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("EVERSTEP_PROGRESS", raising=False)
+    Events().emit(CheckpointEvent("saved", key(50)))
+    monkeypatch.setenv("EVERSTEP_PROGRESS", str(tmp_path / "gone"))
+    Events().emit(CheckpointEvent("saved", key(50)))

@@ -1,0 +1,84 @@
+"""The job's checkpoints, out of what its ranks say: the newest one, failed saves, and what a generation began from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from everstep.agent.wire.protocol import RankProgress
+from everstep.agent.wire.rank_checkpoint import RankCheckpoint
+
+
+class CheckpointMeter:
+    """A meter of the lowest rank that says anything of checkpoints: a save is of all ranks, and they agree."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None  # of the newest checkpoint that is in the store
+        self._bytes: int | None = None
+        self._at = 0.0  # time of day at which it was heard of
+        self._failed = 0
+        self._restored: dict[str, Any] | None = None
+        self._teller = -1
+        self._said = RankCheckpoint()
+        self._before: int | None = None  # the last step before this generation; None: another leader heard it
+
+    def restart(self, last_step: int | None) -> None:
+        """Begin a new generation.
+
+        Args:
+            last_step: The last step of the one before it; None where no rank has reported one.
+        """
+        if last_step is not None:
+            self._before = last_step
+        elif self._said.restored is not None:  # what was lost before it is told already
+            self._before = self._said.restored
+        self._teller, self._said = -1, RankCheckpoint()
+
+    def update(self, wall: float, generation: tuple[int, int], ranks: Iterable[RankProgress]) -> bool:
+        """Take in what ranks say.
+
+        Args:
+            wall: The time of day, in seconds.
+            generation: Epoch and generation of the ranks.
+            ranks: Those that have said something.
+
+        Returns:
+            Whether something of it is news that cannot wait: a restore, or a save that failed.
+        """
+        news = False
+        for rank in ranks:
+            if rank.checkpoint is None or (0 <= self._teller < rank.rank):
+                continue
+            said, before = rank.checkpoint, self._said
+            self._teller, self._said = rank.rank, said
+            news |= (said.restored, said.checkpoints_failed or 0) != (before.restored, before.checkpoints_failed or 0)
+            if said.checkpoint is not None and said.checkpoint not in (before.checkpoint, self.step):
+                self.step, self._bytes, self._at = said.checkpoint, said.checkpoint_bytes, wall
+            if said.checkpoints_failed is not None:
+                self._failed = said.checkpoints_failed
+            if said.restored is not None and said.restored != before.restored:
+                self._restored = self._describe_restore(generation, said)
+        return news
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return what `/v1/state` says; None where no rank has said anything."""
+        if self.step is None and self._restored is None and not self._failed:
+            return None
+        return {
+            "step": self.step,
+            "bytes": self._bytes,
+            "at": self._at or None,
+            "failedSaves": self._failed,
+            "restored": self._restored,
+        }
+
+    def _describe_restore(self, generation: tuple[int, int], said: RankCheckpoint) -> dict[str, Any]:
+        step = said.restored or 0
+        return {
+            "id": f"{generation[0]}.{generation[1]}",
+            "step": step,
+            "tier": said.restored_from or "",
+            "seconds": None if said.restored_ms is None else said.restored_ms / 1000,
+            "passedOver": said.restored_over or 0,
+            "lostSteps": None if self._before is None else max(0, self._before - step),
+        }

@@ -1,0 +1,70 @@
+"""A rank's words about checkpoints: the newest one that is stored, saves that failed, and what it began from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+TIERS = ("memory", "peer", "store")
+MAX_INTEGER = 2**53  # JSON readers keep no more
+
+
+@dataclass(frozen=True)
+class RankCheckpoint:
+    """The newest of what a rank said; None where it said nothing.
+
+    Attributes:
+        checkpoint: The step of the newest checkpoint that is in the store.
+        checkpoint_bytes: Its size, of all ranks.
+        checkpoints_failed: The number of saves that failed since then.
+        restored: The step that this generation began from; 0 where there was no checkpoint.
+        restored_ms: The milliseconds that the restore took.
+        restored_from: One of TIERS: the farthest that any rank had to read from.
+        restored_over: The number of newer checkpoints that were passed over because they were damaged.
+    """
+
+    checkpoint: int | None = None
+    checkpoint_bytes: int | None = None
+    checkpoints_failed: int | None = None
+    restored: int | None = None
+    restored_ms: int | None = None
+    restored_from: str | None = None
+    restored_over: int | None = None
+
+    def take(self, name: str, value: str) -> RankCheckpoint | None:
+        """Return this with one more word of a rank.
+
+        Args:
+            name: The word's name.
+            value: Its value, of which nothing is known yet.
+
+        Returns:
+            None where the name is none of these, or the value cannot be its value.
+        """
+        if name == "restored_from":
+            return replace(self, restored_from=value) if value in TIERS else None
+        if name not in NAMES or not (value.isascii() and value.isdecimal() and len(value) <= 16):
+            return None
+        said: dict[str, Any] = {name: int(value)}
+        return replace(self, **said) if said[name] <= MAX_INTEGER else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was said, by the names of the words."""
+        said = {name: getattr(self, name) for name in NAMES}
+        return {name: value for name, value in said.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, data: Any) -> RankCheckpoint | None:
+        """Return what to_json() gave; None, or less, where it is something else."""
+        if not isinstance(data, Mapping):
+            return None
+        found = cls()
+        for name in NAMES:
+            value = data.get(name)
+            if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+                found = found.take(name, str(value)) or found
+        return None if found == cls() else found
+
+
+NAMES = frozenset(each.name for each in fields(RankCheckpoint))
