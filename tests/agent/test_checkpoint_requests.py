@@ -224,6 +224,23 @@ def test_ranks_of_real_agents_find_the_request_in_the_file_that_their_environmen
     assert all(f"rank {rank} saves for n1 within 60" in said for rank in range(4)), said
 
 
+SHELL = """
+until [ -s "$EVERSTEP_CHECKPOINT_REQUEST" ]; do echo "step=6" > "$EVERSTEP_PROGRESS"; sleep 0.1; done
+grep -o '"id": "[^"]*"' "$EVERSTEP_CHECKPOINT_REQUEST"
+echo "step=7 checkpoint=7" > "$EVERSTEP_PROGRESS"
+sleep 60
+"""
+
+
+def test_a_program_of_any_language_answers_the_request_by_a_word_of_its_progress(tmp_path: Path) -> None:
+    with Laptop(tmp_path, ["sh", "-c", SHELL], nodes=1) as job:
+        job.until(lambda state: bool(state["progress"]), "it trains")
+        job.client().checkpoint(1, "n1", 60)
+        state = job.until(lambda state: (state["checkpointRequest"] or {}).get("savedStep") is not None, "it has saved")
+        assert state["checkpointRequest"] == {"id": "n1", "generation": 1, "savedStep": 7}
+        assert '"id": "n1"' in job.log(0)
+
+
 def test_nobody_without_the_token_asks_for_a_checkpoint(tmp_path: Path) -> None:
     with Laptop(tmp_path, [sys.executable, "-c", "import time; time.sleep(60)"], nodes=1) as job:
         job.client()

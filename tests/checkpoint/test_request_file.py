@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,9 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.events import CheckpointEvent
+from everstep.checkpoint.save import outside_requests
+from everstep.checkpoint.save.outcomes import SaveFailed
 from everstep.checkpoint.session.request_file import PERIOD, VARIABLE, OutsideRequest, RequestFile
 from everstep.checkpoint.store.posix import PosixStore
 from tests.agent.laptop import Laptop
@@ -40,7 +44,11 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_training_saves_once_for_a_request_and_goes_on(folder: Path, asked: Path) -> None:
+def test_training_saves_once_for_a_request_and_goes_on(
+    folder: Path, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody stops it: the node stays after all."""
+    monkeypatch.setattr(outside_requests, "HOLD_SECONDS", 0.1)
     model = Model()
     with session(folder, every="1h") as ckpt:
         ckpt.track(model=model)
@@ -62,8 +70,57 @@ def test_a_request_that_meets_no_boundary_any_more_fails_no_job(folder: Path, as
         train(ckpt, model, 4)
 
 
+def test_after_the_save_training_holds_until_it_is_stopped_if_the_node_goes(folder: Path, asked: Path) -> None:
+    class Stopped(Exception):
+        """As the agent's TERM, to a script that handles it."""
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    model = Model()
+    ckpt = session(folder, every="1h")
+    ckpt.track(model=model)
+    train(ckpt, model, 5)
+    ask(asked, "holds")
+
+    def stop_soon(_: CheckpointEvent) -> None:
+        signal.alarm(1)
+
+    ckpt.on("saved", stop_soon)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.raises(Stopped):
+            train(ckpt, model, 100_000, pause=0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        ckpt.close(wait=False)
+    assert steps_in(folder) == [model.at], "nothing was trained after what was saved"
+
+
+def test_without_a_deadline_training_does_not_hold(folder: Path, asked: Path) -> None:
+    model = Model()
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 5)
+        ask(asked, "does not hold", None)
+        began = time.monotonic()
+        train(ckpt, model, 400, pause=0.01)
+        assert time.monotonic() - began < outside_requests.HOLD_SECONDS
+    assert len(steps_in(folder)) == 1
+
+
+def test_a_save_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(seconds: float) -> None:
+        assert seconds == 60
+        raise SaveFailed("the store is gone")
+
+    monkeypatch.setattr(outside_requests, "HOLD_SECONDS", float("inf"))
+    outside_requests.hold_training(wait, 60)
+
+
 def asks_for_two(rank: int, folder: Path, path: Path) -> None:
     os.environ[VARIABLE] = str(path)
+    outside_requests.HOLD_SECONDS = 0.5
     model = Model()
     with session(folder, every="1h") as ckpt:
         ckpt.track(model=model)
@@ -167,6 +224,9 @@ def test_a_leader_that_is_asked_has_its_ranks_save_and_the_next_generation_begin
             time.sleep(0.05)
         (saved,) = steps()
         assert saved >= trained
+        told = job.until(lambda state: state["checkpointRequest"]["savedStep"] is not None, "the leader knows")
+        assert told["checkpointRequest"]["savedStep"] == saved
+        assert told["progress"]["step"] == saved, "nothing is trained that would be lost"
         assert job.client().state()["generation"] == 1
         job.kill(1)
         job.start(1)

@@ -250,7 +250,7 @@ class Checkpointer:
         pilot = self._claimed()
         # One rank asks for all, and rank 0 hears it soonest: each that asked would be one more save.
         if self._topology.rank == 0 and (asked := self._request_file.take()) is not None:
-            pilot.ask(asked.seconds)
+            pilot.ask(asked.seconds, holds=True)
         pilot.step(step)
 
     @one_at_a_time
