@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from e2e.harness import Cluster, Object
+from e2e.cluster.network import HOST_ADDRESS
+from e2e.harness import Object
 from tests.checkpoint.s3_server import BUCKET, ENVIRONMENT, s3_server
 
 SECRET = "s3-credentials"
@@ -37,10 +38,7 @@ class PodStore:
 
 
 @contextmanager
-def pod_store(cluster: Cluster, folder: Path) -> Iterator[PodStore]:
-    """Run a store on the address at which pods reach the API server, which is this machine's. Ends with the block."""
-    slices = cluster.items("/apis/discovery.k8s.io/v1/namespaces/default/endpointslices")
-    service = next(each for each in slices if each["metadata"]["name"].startswith("kubernetes"))
-    address = service["endpoints"][0]["addresses"][0]
-    with s3_server(folder, address) as server:
+def pod_store(folder: Path) -> Iterator[PodStore]:
+    """Run a store on the address at which pods of a local cluster reach this machine. Ends with the block."""
+    with s3_server(folder, HOST_ADDRESS) as server:
         yield PodStore(server.endpoint, server.folder)

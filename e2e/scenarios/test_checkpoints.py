@@ -1,4 +1,4 @@
-"""What breaks costs no more than the steps since the last save: a rank, a pod, both; and the status says so."""
+"""A rank, a pod or all pods that end cost no more than the steps since the last save, and the status says so."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ needs_own_cluster = pytest.mark.skipif("KUBECONFIG" in os.environ, reason="its p
 
 
 @pytest.fixture(scope="module")
-def store(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodStore]:
-    with pod_store(cluster, tmp_path_factory.mktemp("store")) as found:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodStore]:
+    with pod_store(tmp_path_factory.mktemp("store")) as found:
         yield found
 
 
@@ -147,3 +147,42 @@ def test_a_rank_and_a_pod_that_end_cost_the_steps_since_the_last_save(
     assert store.newest_step("storm") == 200
     events = cluster.items(f"/api/v1/namespaces/{namespace}/events", fieldSelector="involvedObject.name=storm")
     assert len([event for event in events if event["reason"] == "Restored"]) >= 4
+
+
+HANGS = """
+import os, threading, torch.distributed as dist, everstep
+dist.init_process_group('gloo')
+first, rank = os.environ['EVERSTEP_GENERATION'] == '1', dist.get_rank()
+
+def waits_for_nobody():
+    threading.Event().wait()
+
+for step in range(1, 6):
+    if first and rank == 1 and step == 4:
+        waits_for_nobody()
+    dist.barrier()
+    everstep.progress(step, total=5)
+print('done', rank, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_rank_that_hangs_leaves_its_stack_and_training_goes_on(cluster: Cluster, namespace: str) -> None:
+    job = training_job(
+        "hangs",
+        python(HANGS),
+        image="everstep/trainer:0.1.0",
+        numNodes=2,
+        numProcPerNode=1,
+        restart={"maxBackoff": "0s"},
+        timeouts={"hang": "5s"},
+        resources={"requests": {"cpu": "100m", "memory": "1Gi"}},
+    )
+    cluster.apply(job, namespace=namespace)
+    ended = cluster.wait_phase(namespace, "hangs", "Succeeded", timeout=120)
+    failure = ended["status"]["lastFailure"]
+    assert (failure["reason"], failure["cause"]) == ("Hang", "Application")
+    assert failure["message"].startswith("no step for 5 s (timeouts.hang): ")
+    assert "in waits_for_nobody" in cluster.logs(namespace, "hangs-1")
+    assert ended["status"]["restarts"]["application"] == 1

@@ -130,6 +130,8 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             return supervisor.kill_daemon(values["daemon"])
         if name == "signal":
             return len(await supervisor.signal(values["signum"]))
+        if name == "dump_stacks":
+            return await supervisor.dump_stacks()
         if name == "has_run_here":
             return supervisor._processes.has_run_here(values["pid"])
         if name == "gpus":

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, StoreError
 from everstep.checkpoint.format.keys import RUN
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.store import writeback
@@ -65,6 +65,13 @@ def test_a_store_that_is_moved_away_in_the_middle_of_a_write_may_come_back(tmp_p
     with pytest.raises(StoreError, match="its folder is gone") as caught:
         store.put_whole(PART, [b"abc"], 3)
     assert caught.value.may_pass
+
+
+def test_a_folder_below_the_home_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PosixStore("~/runs").url == str(tmp_path / "runs")
+    with pytest.raises(CheckpointError, match=r"~nobody-of-this-name/runs: .* give an absolute path, or set HOME"):
+        PosixStore("~nobody-of-this-name/runs")
 
 
 def test_what_is_put_is_read(tmp_path: Path) -> None:

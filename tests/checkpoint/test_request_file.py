@@ -114,8 +114,11 @@ def test_a_save_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None
         assert seconds == 60
         raise SaveFailed("the store is gone")
 
+    phases: list[object] = []
     monkeypatch.setattr(outside_requests, "HOLD_SECONDS", float("inf"))
+    monkeypatch.setattr(outside_requests, "report_checkpoint", lambda phase: phases.append(phase))
     outside_requests.hold_training(wait, 60)
+    assert phases == ["checkpoint", "train"], "to hold is no hang"
 
 
 def asks_for_two(rank: int, folder: Path, path: Path) -> None:

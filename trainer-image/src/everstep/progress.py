@@ -8,12 +8,15 @@ update, not the step. Any program can do the same without this library:
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import signal
 import sys
 import types
 from typing import Any
 
 PHASES = ("startup", "train", "checkpoint", "eval")
+_STACKS_SIGNAL = 59  # a real-time one, which no program has for anything else
 _MAX_LINE = 4096  # PIPE_BUF: a write up to here is never torn by another process's
 
 _path: str | None = None
@@ -41,7 +44,7 @@ def report_checkpoint(**words: int | str) -> None:
         words: `checkpoint`: the step of the newest one that is stored; `checkpoint_bytes`: its size;
             `checkpoints_failed`: saves that failed since then; `restored`: the step that training goes on from, with
             `restored_from` (memory, peer or store), `restored_ms` and `restored_over`, the number of newer ones that
-            are damaged.
+            are damaged; `phase`: one of PHASES, while training waits for a checkpoint.
     """
     with contextlib.suppress(Exception):  # a report must never end a training run
         fd = _open()
@@ -60,7 +63,16 @@ def _open() -> int | None:
         if path:
             # Without O_NONBLOCK this would wait for an agent that reads; with it, none is an error.
             _fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            _offer_stacks(_fd)
     return _fd
+
+
+def _offer_stacks(fd: int) -> None:
+    """Tell the agent by which signal this process writes the stacks of its threads, for the case that it hangs."""
+    with contextlib.suppress(Exception):
+        if signal.getsignal(_STACKS_SIGNAL) == signal.SIG_DFL:
+            faulthandler.register(_STACKS_SIGNAL, file=2, all_threads=True)
+            os.write(fd, f"stacks={int(_STACKS_SIGNAL)}:{os.getpid()}\n".encode())
 
 
 def _line(step: int, total: int | None, phase: str, metrics: dict[str, float]) -> bytes:

@@ -201,11 +201,15 @@ class Timeouts(ApiModel):
     """Longest time from pods on nodes until all ranks are started."""
     runtime: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=24)
     """Longest time since the first start, less the time spent pending or suspended."""
+    hang: Annotated[Duration, limit_duration("1s", "28d")] | None = None
+    """Longest time in which no rank that reports steps makes one, unless one reports another phase than `train`. The
+    stacks of all ranks are written to the log then, and all ranks start again. Absent: no limit."""
 
 
 _FIXED_FIELDS = (
     "image", "imagePullPolicy", "command", "args", "env", "hyperparameters", "numNodes", "numProcPerNode", "resources",
-    "distribution", "pools", "checkpoint", "restart.fencing", "restart.maxBackoff", "securityProfile", "podTemplate",
+    "distribution", "pools", "checkpoint", "restart.fencing", "restart.maxBackoff", "timeouts.hang", "securityProfile",
+    "podTemplate",
 )  # fmt: skip
 """What the pods are built from. The rest is judged by the operator at every moment and may change at any."""
 _IN_ANY_ORDER = frozenset({"containers", "volumes"})
@@ -348,9 +352,9 @@ class TrainingJobSpec(ApiModel):
 
     def _explicit_fields(self) -> dict[str, Any]:
         said = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_defaults=True)
-        said["restart"] = {
-            name: value for name, value in said.get("restart", {}).items() if f"restart.{name}" in _FIXED_FIELDS
-        }
+        for group in ("restart", "timeouts"):
+            fields = said.get(group, {})
+            said[group] = {name: value for name, value in fields.items() if f"{group}.{name}" in _FIXED_FIELDS}
         return said
 
     @staticmethod

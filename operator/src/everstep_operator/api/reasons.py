@@ -118,6 +118,11 @@ class Reason(StrEnum):
         "OutOfMemory",
         "A rank or its container was killed for memory; raise resources.limits.memory or use less.",
     )
+    HANG = (
+        "Hang",
+        "No rank made a step within timeouts.hang; the ranks' stacks are in the log, and the message names the rank "
+        "that is behind.",
+    )
     CONTAINER_KILLED = "ContainerKilled", "The trainer container was killed from outside the job."
 
     # Failures of the infrastructure

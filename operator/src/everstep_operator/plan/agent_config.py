@@ -44,6 +44,7 @@ def build_job_config(
             "maxBackoffSeconds": int(spec.restart.max_backoff.total_seconds()),
         },
         "fencing": spec.restart.fencing,
+        "hangTimeoutSeconds": spec.timeouts.hang.total_seconds() if spec.timeouts.hang is not None else 0,
         "fenceTimeoutSeconds": compute_fence_timeout(spec.num_nodes, settings),
         "stopGraceSeconds": max(5, grace - _read_stop_delay(job) - LEAVE_SECONDS),
         "restartGraceSeconds": RESTART_GRACE,

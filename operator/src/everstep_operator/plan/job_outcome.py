@@ -41,8 +41,8 @@ def _find_leader_outcome(s: PlanContext) -> JobOutcome | None:
         # "stopped" without our asking: pod 0 was told to leave. That is a lost pod, no end of the job.
         return None
     entry = next((e for e in reversed(s.leader.history) if e.id == outcome.failure), None)
-    memory = entry is not None and entry.cause == "OutOfMemory"
-    reason = Reason.OUT_OF_MEMORY if memory else Reason.APPLICATION_ERROR
+    cause = entry.cause if entry is not None else ""
+    reason = restart_budget.REASON_OF_REPORTED_CAUSE.get(cause, Reason.APPLICATION_ERROR)
     failure = None
     if entry is not None:
         pod = s.current.get(entry.index) if entry.index is not None else None

@@ -81,7 +81,7 @@ class ReportedGeneration:
     """One ended generation."""
 
     id: str  # epoch.generation
-    cause: str  # Application | OutOfMemory | PodLost | Leaving | Stopped | Fenced
+    cause: str  # Application | OutOfMemory | Hang | PodLost | Leaving | Stopped | Fenced
     index: int | None = None
     rank: int | None = None
     exit_code: int | None = None

@@ -22,9 +22,17 @@ from everstep_operator.plan.plan_context import PlanContext, to_utc
 FATE_WAIT_SECONDS = 10.0
 SILENT_FATE_WAIT_SECONDS = 40.0
 
+# What a leader's word for a cause says by itself; a lost pod has yet to be looked at.
+REASON_OF_REPORTED_CAUSE = {
+    "Application": Reason.APPLICATION_ERROR,
+    "OutOfMemory": Reason.OUT_OF_MEMORY,
+    "Hang": Reason.HANG,
+    "Fenced": Reason.FENCED,
+}
 _CAUSE_OF_REASON = {
     Reason.APPLICATION_ERROR: Cause.APPLICATION,
     Reason.OUT_OF_MEMORY: Cause.APPLICATION,
+    Reason.HANG: Cause.APPLICATION,
     Reason.PREEMPTED: Cause.PREEMPTION,
     **dict.fromkeys(pod_replacement.NOTICE_REASONS.values(), Cause.PREEMPTION),
 }
@@ -151,9 +159,8 @@ def _add_charge(s: PlanContext, restarts: Restarts, name: str, reason: Reason) -
 
 def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Restarts) -> Reason | None:
     """Return the reason of an ended generation; None: it cannot be told yet."""
-    simple = {"Application": Reason.APPLICATION_ERROR, "OutOfMemory": Reason.OUT_OF_MEMORY, "Fenced": Reason.FENCED}
-    if entry.cause in simple:
-        return simple[entry.cause]
+    if entry.cause in REASON_OF_REPORTED_CAUSE:
+        return REASON_OF_REPORTED_CAUSE[entry.cause]
     pod = s.current.get(entry.index) if entry.index is not None else None
     if (pod is None or is_replacement(s, pod)) and (noted := _find_noted_loss(s, restarts)) is not None:
         return noted

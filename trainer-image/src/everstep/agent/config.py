@@ -37,6 +37,7 @@ class AgentConfig:
     max_backoff: float  # 0: no back-off
     fencing: str
     fence_timeout: float
+    hang_timeout: float  # 0: no hang is looked for
     stop_grace: float
     restart_grace: float
     instance_type: str
@@ -176,6 +177,7 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         max_backoff=restart.seconds("maxBackoffSeconds"),
         fencing=job.choice("fencing", FENCINGS),
         fence_timeout=job.seconds("fenceTimeoutSeconds", MIN_FENCE_TIMEOUT),
+        hang_timeout=job.seconds("hangTimeoutSeconds", default=0.0),
         stop_grace=job.seconds("stopGraceSeconds"),
         restart_grace=job.seconds("restartGraceSeconds"),
         instance_type=job.text("instanceType", ""),
@@ -227,8 +229,8 @@ class _Fields:
     def boolean(self, name: str, *, default: bool) -> bool:
         return bool(self._get(name, (bool,), default))
 
-    def seconds(self, name: str, minimum: float = 0.0) -> float:
-        value = float(self._get(name, (int, float), None))
+    def seconds(self, name: str, minimum: float = 0.0, default: float | None = None) -> float:
+        value = float(self._get(name, (int, float), default))
         if not minimum <= value < float("inf"):
             least = f" of at least {minimum:g}" if minimum else ""
             raise AgentConfigError(f"{self._where}: {name} must be a number of seconds{least}, not {value:g}")

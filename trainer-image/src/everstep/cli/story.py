@@ -8,7 +8,7 @@ from typing import Any
 
 # Who pays, as the operator counts it; the rest is free.
 _PLACES = {"memory": "memory", "peer": "another node's memory", "store": "the store"}
-APPLICATION = frozenset({"Application", "OutOfMemory"})
+APPLICATION = frozenset({"Application", "OutOfMemory", "Hang"})
 
 
 @dataclass

@@ -46,10 +46,15 @@ class AskForCheckpoint:
 
 
 @dataclass(frozen=True)
+class DumpStacks:
+    """A command to write the stacks of all ranks to the log, for every joined node."""
+
+
+@dataclass(frozen=True)
 class EndJob:
     """A command to leave, for every joined node. It is the last command."""
 
     outcome: Outcome
 
 
-Command = Union[Dial, HangUp, StartRanks, StopRanks, AskForCheckpoint, EndJob]
+Command = Union[Dial, HangUp, StartRanks, StopRanks, AskForCheckpoint, DumpStacks, EndJob]

@@ -76,7 +76,7 @@ class Generation:
             generation=self.order[1],
             cause=failure.cause,
             index=failure.index,
-            rank=end.rank if end else None,
+            rank=end.rank if end else failure.rank,
             exit_code=end.exit_code if end else None,
             signal=end.signal if end else None,
             message=failure.message,

@@ -21,7 +21,7 @@ from everstep.agent.wire import protocol
 from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.http_server import Handler, HttpError, HttpRequest, HttpResponse
 
-from .commands import AskForCheckpoint, Command, Dial, EndJob, HangUp, StartRanks, StopRanks
+from .commands import AskForCheckpoint, Command, Dial, DumpStacks, EndJob, HangUp, StartRanks, StopRanks
 from .leader_state import LeaderState
 from .node_links import Links, Loopback
 from .remote_daemons import RemoteDaemons
@@ -206,6 +206,9 @@ class LeaderServer:
         elif isinstance(command, StartRanks):
             self._ping()  # who waited long for this leader has no lease, and would start its ranks fenced
             self._links.send_all(command.layout.to_json())
+        elif isinstance(command, DumpStacks):
+            log_line("no rank has made a step for too long: dumping the stacks of all ranks")
+            self._links.send_all({"type": "dump"})
         elif isinstance(command, StopRanks):
             stop = {"type": "stop", "generation": command.generation, "graceSeconds": command.grace}
             self._links.send(command.indexes, stop)

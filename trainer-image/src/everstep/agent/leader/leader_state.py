@@ -35,8 +35,9 @@ from everstep.agent.wire.protocol import (
 )
 
 from .checkpoint_meter import CheckpointMeter
-from .commands import AskForCheckpoint, Command, EndJob, HangUp, StartRanks, StopRanks
+from .commands import AskForCheckpoint, Command, DumpStacks, EndJob, HangUp, StartRanks, StopRanks
 from .generation import SETTLE_SECONDS, Generation
+from .hang_watch import HangWatch
 from .members import JobMembers
 from .pending_checkpoint import PendingCheckpoint
 from .progress_meter import ProgressMeter
@@ -70,6 +71,7 @@ class LeaderState:
         self.meter = ProgressMeter()
         self.checkpoints = CheckpointMeter()
         self.pending_checkpoint = PendingCheckpoint()
+        self.hangs = HangWatch(config.hang_timeout)
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
         self.superseded = False
@@ -98,6 +100,8 @@ class LeaderState:
             times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE_SECONDS]
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
+        if self.phase == RUNNING and (hang := self.hangs.due()) is not None:
+            times.append(hang)
         return min((t for t in times if t > now), default=now)
 
     def state(self) -> dict[str, Any]:
@@ -218,6 +222,9 @@ class LeaderState:
         self._members.report(index, report)
         current = self._current
         if current and (report.epoch, report.generation) == current.order:
+            for end in report.exits:
+                if end.rank is not None:
+                    self.hangs.forget(end.rank)
             for failure in current.take_report(now, index, report):
                 self._fail(now, failure)
             if report.unclean and self.phase in (STARTING, RUNNING):
@@ -231,6 +238,7 @@ class LeaderState:
     def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
         if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
             ranks = tuple(ranks)
+            self.hangs.update(now, ranks)
             self.meter.update(now, now + self._wall_offset, ranks)
             if self.checkpoints.update(now + self._wall_offset, (epoch, generation), ranks):
                 self._changed()
@@ -243,6 +251,8 @@ class LeaderState:
 
     def tick(self, now: float) -> None:
         slept = now - self._ticked - 2 * self.config.heartbeat
+        if slept > 0:
+            self.hangs.pause(slept)
         self._ticked = max(now, self._ticked)
         if self.phase != ENDED:
             self._members.ask_dns(now)
@@ -288,6 +298,7 @@ class LeaderState:
         self._current = Generation(self.config, (self.epoch, self.generation), now)
         self._members.started(self._current.order)
         self.ranks_started_at = None
+        self.hangs.restart()
         self.checkpoints.restart(self.meter.generation_step)
         self.meter.restart()
         layout = GenerationLayout(
@@ -324,6 +335,16 @@ class LeaderState:
             self._ask_for_checkpoint(now)
         if self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
+        elif self.phase == RUNNING:
+            self._look_for_hang(now)
+
+    def _look_for_hang(self, now: float) -> None:
+        if self.hangs.wants_dump(now):
+            self._commands.append(DumpStacks())
+        elif (found := self.hangs.find_hang(now)) is not None:
+            rank, message = found
+            index = rank // self.config.num_proc_per_node
+            self._fail(now, failure_causes.GenerationFailure(now, protocol.HANG, index, message, rank=rank))
 
     def _ask_for_checkpoint(self, now: float) -> None:
         """Hand a request on to ranks that run, and note the checkpoint that was saved for it."""

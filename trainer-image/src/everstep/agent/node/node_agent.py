@@ -206,6 +206,8 @@ class NodeAgent:
             self._end(AgentExit(str(message["result"]), int(message["exitCode"]), str(message["message"])))
         elif kind == "spawn":
             self._tasks.start(self.processes.spawn(message["daemon"], list(message["argv"]), dict(message["env"])))
+        elif kind == "dump":
+            self._tasks.start(self.processes.dump_stacks())
         elif kind == "kill":
             self.processes.kill_daemon(message["daemon"])
 

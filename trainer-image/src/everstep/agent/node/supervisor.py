@@ -37,6 +37,7 @@ from everstep.agent.ranks.events import (
 )
 from everstep.agent.ranks.placement import RankPlacement
 from everstep.agent.ranks.rank import Rank, RankCommand, RankContext
+from everstep.agent.ranks.stack_dumps import request_stacks
 from everstep.agent.system import gpu, oom, shared_memory
 from everstep.agent.system.faults import name_file_in_errors
 from everstep.agent.system.processes import ChildProcesses
@@ -160,6 +161,16 @@ class Supervisor:
                         fifo=self._fifo(place.local_rank),
                     )
                 )
+
+    async def dump_stacks(self) -> None:
+        """Have the ranks that can do so write the stacks of all their threads to the log."""
+        ranks = [(rank.process.pid, rank.stack_dump) for rank in self._ranks if rank.process is not None]
+        dumped = await in_thread_if_possible(lambda: [request_stacks(*each) for each in ranks], "dump")
+        if (silent := dumped.count(False)) > 0:
+            self.log(
+                f"everstep: {silent} of {len(dumped)} ranks of this node cannot dump their stacks: only programs "
+                "that call everstep.progress() can"
+            )
 
     async def stop(self, grace: float) -> str | None:
         """Send TERM to the ranks, KILL after `grace` seconds to every process but the agent; then look at memory and

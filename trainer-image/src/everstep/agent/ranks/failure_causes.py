@@ -44,6 +44,7 @@ class GenerationFailure:
     message: str = ""
     exit: ProcessExit | None = None
     echo: bool = False  # likely the consequence of another failure
+    rank: int | None = None  # that it is about, where no process ended
 
     @property
     def termed(self) -> bool:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Callable
 
+from everstep.agent.ranks.stack_dumps import StackDump
 from everstep.agent.wire import rank_checkpoint
 from everstep.agent.wire.rank_checkpoint import RankCheckpoint
 
@@ -31,6 +32,7 @@ class ProgressUpdate:
         self.phase = "train"
         self.metrics: dict[str, float] = {}
         self.checkpoint: RankCheckpoint | None = None
+        self.stack_dump: StackDump = None
 
     def take(self, line: str) -> bool:
         """Parse a line. Return False when nothing in it could be used."""
@@ -45,6 +47,8 @@ class ProgressUpdate:
             elif name == "phase":
                 if value.isidentifier() and len(value) <= MAX_PHASE_CHARS:
                     phase = value
+            elif name == "stacks":
+                told |= self._take_stacks(value)
             elif name in rank_checkpoint.NAMES:
                 told |= self._checkpoint(name, value)
             else:
@@ -52,6 +56,14 @@ class ProgressUpdate:
         if phase is not None or used:
             self.phase = phase or "train"  # a script may name only its other phases
         return used or told or phase is not None
+
+    def _take_stacks(self, value: str) -> bool:
+        """Take `signal:pid`, by which the rank's process dumps its stacks."""
+        number, colon, pid = value.partition(":")
+        if not (colon and value.isascii() and number.isdecimal() and pid.isdecimal() and len(value) <= 16):
+            return False
+        self.stack_dump = (int(number), int(pid))
+        return True
 
     def _checkpoint(self, name: str, value: str) -> bool:
         taken = (self.checkpoint or RankCheckpoint()).take(name, value)

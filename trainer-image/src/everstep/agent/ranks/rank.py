@@ -17,6 +17,7 @@ from . import failure_causes, logs, tracebacks
 from .events import Event, RankExited, RankProgressed, RankStarted
 from .failure_file import FailureFile
 from .progress import ProgressReader, ProgressUpdate
+from .stack_dumps import StackDump
 
 _KILL = 9
 
@@ -74,6 +75,7 @@ class Rank:
     ) -> None:
         self.rank, self.local_rank = rank, local_rank
         self.process: ChildProcess | None = None
+        self.stack_dump: StackDump = None
         self._context = context
         self._on_exit = on_exit
         self._tag = tag
@@ -163,6 +165,7 @@ class Rank:
 
     def _report_progress(self, update: ProgressUpdate) -> None:
         context = self._context
+        self.stack_dump = update.stack_dump
         metrics = dict(update.metrics)
         context.emit(
             RankProgressed(

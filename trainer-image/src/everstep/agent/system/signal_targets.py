@@ -48,7 +48,7 @@ def list_signal_targets(pids: Iterable[int], signum: int) -> SignalTargets:
         about = read_stat(current)
         if about is None:
             continue
-        masks, bit = _signal_masks(current), 1 << (signum - 1)
+        masks, bit = read_signal_masks(current), 1 << (signum - 1)
         expected = not masks or any(mask & bit for mask in masks.values())
         if current in main or not masks.get("SigIgn", 0) & bit:  # else a helper that would only be waited for
             found[current] = expected
@@ -86,7 +86,7 @@ def _find_pipe(pid: int, descriptor: int) -> _Pipe | None:
     return (about.st_dev, about.st_ino) if stat.S_ISFIFO(about.st_mode) else None
 
 
-def _signal_masks(pid: int) -> dict[str, int]:
+def read_signal_masks(pid: int) -> dict[str, int]:
     """Return the signals that a process blocks, ignores and has handlers for: it does not simply die of them.
 
     Empty where nobody knows: the process has ended, or the kernel does not tell, as that of gVisor.

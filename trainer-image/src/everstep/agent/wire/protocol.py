@@ -27,6 +27,7 @@ POD_LOST = "PodLost"
 LEAVING = "Leaving"
 STOPPED = "Stopped"
 FENCED = "Fenced"
+HANG = "Hang"
 
 # Phases of the leader.
 FORMING = "forming"
@@ -299,7 +300,7 @@ class EndedGeneration:
 
     @property
     def application(self) -> bool:
-        return self.cause in (APPLICATION, OUT_OF_MEMORY)
+        return self.cause in (APPLICATION, OUT_OF_MEMORY, HANG)
 
     @property
     def status(self) -> int:

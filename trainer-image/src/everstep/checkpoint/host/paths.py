@@ -12,14 +12,17 @@ def make_absolute(path: str | os.PathLike[str], what: str) -> Path:
     """Return the absolute path; links in it stay.
 
     Args:
-        path: As a user gave it.
+        path: As a user gave it; a `~` at its start is a home, as in a shell.
         what: It is, for the message.
 
     Raises:
-        CheckpointError: It is relative to a working directory that is not there any more.
+        CheckpointError: It is relative to a working directory that is not there any more, or to a home that nobody
+            knows.
     """
     try:
-        return Path(path).absolute()
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise CheckpointError(f"{what} {os.fspath(path)}: {error}: give an absolute path, or set HOME") from error
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{what} {os.fspath(path)} is relative to the working directory of process {os.getpid()}, which was "

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from everstep.checkpoint.save.outcomes import SaveFailed
+from everstep.progress import report_checkpoint
 
 HOLD_SECONDS = 15.0  # from the commit until ranks are stopped, which takes a few; else their node stays after all
 _PAUSE = 0.05  # seconds between two looks of a signal's handler at what it may do
@@ -36,8 +37,10 @@ def hold_training(wait: Callable[[float], None], seconds: float) -> None:
         wait: Waits for so many seconds until what was saved is in the store, or raises SaveFailed.
         seconds: Left until the save is of no use any more.
     """
+    report_checkpoint(phase="checkpoint")  # else it would look like a hang
     with contextlib.suppress(SaveFailed):
         wait(seconds)
         until = time.monotonic() + HOLD_SECONDS
         while time.monotonic() < until:
             time.sleep(_PAUSE)
+    report_checkpoint(phase="train")

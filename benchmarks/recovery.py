@@ -1,0 +1,216 @@
+"""`make bench-recovery`: what breaks on a real cluster, until all ranks have trained a step again."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.interval import Interval
+from benchmarks.measure import report
+from e2e import deploy
+from e2e.cluster import backend
+from e2e.harness import Cluster, Object, phase, python, training_job, wait
+from e2e.stores import PodStore, pod_store
+
+RESULT = Path("build/bench/recovery.json")
+REPEATS = 5
+_numbers = itertools.count()
+
+# Tells each step and its time; the clock is that of the machine, which all nodes of a local cluster share.
+TRAINS = """
+import os, time
+ticks = int(open('/proc/self/stat').read().rpartition(')')[2].split()[19]) / os.sysconf('SC_CLK_TCK')
+began = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks
+import torch, torch.distributed as dist, everstep
+dist.init_process_group('gloo')
+attempt = os.environ['EVERSTEP_EPOCH'] + '.' + os.environ['EVERSTEP_GENERATION']
+print('TELL imported', attempt, time.time() - began, flush=True)
+weight, rank = torch.zeros(BYTES // 4), dist.get_rank()
+with everstep.checkpointer() as checkpoints:
+    start = checkpoints.restore(weight=weight)
+    for step in range(start.step + 1, 100000):
+        weight[:1000] += 1
+        dist.all_reduce(torch.zeros(1))
+        checkpoints.step(step)
+        everstep.progress(step)
+        print('TELL step', attempt, step, time.time(), flush=True)
+        if CRASH and attempt == '1.1' and step == CRASH:
+            checkpoints.wait()
+            print('TELL exit', attempt, step, time.time(), flush=True)
+            os._exit(3)
+        time.sleep(0.1)
+"""
+APART = {
+    "podAntiAffinity": {
+        "requiredDuringSchedulingIgnoredDuringExecution": [
+            {
+                "topologyKey": "kubernetes.io/hostname",
+                "labelSelector": {"matchExpressions": [{"key": "everstep.dev/job", "operator": "Exists"}]},
+            }
+        ]
+    }
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place to break things: a cluster, a namespace of it, and a store that its pods reach."""
+
+    cluster: Cluster
+    namespace: str
+    store: PodStore
+
+
+def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when none is named.")] = None) -> None:
+    """Measure, print tables, write build/bench/recovery.json; exit 1 when a row misses its target."""
+    unknown = set(names or ()) - set(ROWS)
+    if unknown:
+        raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    report(measured(names or list(ROWS)), console, RESULT)
+
+
+def measured(names: list[str]) -> Iterator[Interval]:
+    with (
+        deploy.cluster() as cluster,
+        cluster.namespace("recovery") as namespace,
+        tempfile.TemporaryDirectory(prefix="recovery-") as folder,
+        pod_store(Path(folder)) as store,
+    ):
+        cluster.apply(store.secret(), namespace=namespace)
+        site = Site(cluster, namespace, store)
+        for name in names:
+            target, measure = ROWS[name]
+            yield Interval(name, "s", target, {"ours": [measure(site) for _ in range(REPEATS)]}, absolute=True)
+
+
+def crash_rank(site: Site) -> float:
+    """Return the seconds from a rank's exit to the next step, without what its imports take; 1 GB, from memory."""
+    name = start_job(site, nodes=1, size=1_000_000_000, crash=25, memory="6Gi")
+    try:
+        told = wait_for_step(site, name, "1.2")
+        assert restored_tier(site, name) == "memory"
+        return told["step 1.2"] - told["exit 1.1"] - told["imported 1.2"]
+    finally:
+        delete_job(site, name)
+
+
+def delete_pod(site: Site) -> float:
+    """Return the seconds from the deletion of a pod to the next step; its share comes from the other pod."""
+    name = start_job(site, nodes=2, size=64_000_000)
+    try:
+        wait(lambda: site.store.newest_step(name) >= 20, 120, "a checkpoint is stored")
+        began = time.time()
+        site.cluster.kubectl("delete", "pod", "-n", site.namespace, f"{name}-1", "--grace-period=1", "--wait=false")
+        told = wait_for_step(site, name, "1.2")
+        assert restored_tier(site, name) == "peer"
+        return told["step 1.2"] - began
+    finally:
+        delete_job(site, name)
+
+
+def kill_node(site: Site) -> float:
+    """Return the seconds from the loss of a node's power to the next step; pod 0 is elsewhere."""
+    return _kill_node_of(site, 1, "1.2")
+
+
+def kill_node_of_leader(site: Site) -> float:
+    """Return the seconds from the loss of the power of pod 0's node to the next step."""
+    return _kill_node_of(site, 0, "2.1")
+
+
+def _kill_node_of(site: Site, index: int, attempt: str) -> float:
+    name = start_job(site, nodes=2, size=64_000_000, spread=True)
+    node = ""
+    try:
+        wait(lambda: site.store.newest_step(name) >= 20, 120, "a checkpoint is stored")
+        pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in site.cluster.pods(site.namespace, name)}
+        node = pods[f"{name}-{index}"]
+        began = time.time()
+        backend.faulty().kill_node(node)
+        told = wait_for_step(site, name, attempt, seconds=400)
+        return told[f"step {attempt}"] - began
+    finally:
+        if node:
+            backend.faulty().restart_node(node)
+        delete_job(site, name)
+
+
+def start_job(site: Site, *, nodes: int, size: int, crash: int = 0, memory: str = "1Gi", spread: bool = False) -> str:
+    """Create a job that trains until it is deleted, wait until it runs, and return its name."""
+    name = f"recovery-{next(_numbers)}"
+    program = TRAINS.replace("BYTES", str(size)).replace("CRASH", str(crash))
+    job = training_job(
+        name,
+        python(program),
+        image="everstep/trainer:0.1.0",
+        numNodes=nodes,
+        numProcPerNode=1,
+        checkpoint=site.store.policy(name, everySteps=10),
+        restart={"maxBackoff": "0s"},
+        resources={"requests": {"cpu": "100m", "memory": memory}},
+        podTemplate={"spec": {"affinity": away_from_operator(site) | (APART if spread else {})}},
+    )
+    site.cluster.apply(job, namespace=site.namespace)
+    site.cluster.wait_job(site.namespace, name, lambda job: phase(job) == "Running", 120, f"{name} runs")
+    return name
+
+
+def away_from_operator(site: Site) -> Object:
+    """Return an affinity for nodes on which no operator runs, whose own recovery is another matter."""
+    pods = site.cluster.items(f"/api/v1/namespaces/{deploy.SYSTEM}/pods")
+    taken = sorted({pod["spec"]["nodeName"] for pod in pods if pod["spec"].get("nodeName")})
+    term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": taken}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+
+
+def wait_for_step(site: Site, name: str, attempt: str, seconds: float = 180) -> dict[str, float]:
+    """Wait until all pods have told a step of an attempt, and return what they told: of steps the latest first one."""
+
+    def look() -> dict[str, float] | None:
+        found: dict[str, float] = {}
+        pods = [pod["metadata"]["name"] for pod in site.cluster.pods(site.namespace, name)]
+        for pod in pods:
+            text = site.cluster.logs(site.namespace, pod)
+            first = re.search(rf"TELL step {re.escape(attempt)} \d+ (\S+)", text)
+            if first is None:
+                return None
+            for kind, of, value in re.findall(r"TELL (imported|exit) (\S+)(?: \d+)? (\S+)", text):
+                found[f"{kind} {of}"] = float(value)
+            found[f"step {attempt}"] = max(found.get(f"step {attempt}", 0.0), float(first[1]))
+        return found if len(pods) and found else None
+
+    return wait(look, seconds, f"{name} trains in {attempt}")
+
+
+def restored_tier(site: Site, name: str) -> str:
+    job = site.cluster.job(site.namespace, name)
+    assert job is not None
+    return str(((job["status"].get("checkpoint") or {}).get("restored") or {}).get("tier"))
+
+
+def delete_job(site: Site, name: str) -> None:
+    site.cluster.kubectl("delete", "tj", name, "-n", site.namespace, "--wait=false")
+    wait(lambda: not site.cluster.pods(site.namespace, name), 180, f"{name} is gone")
+
+
+ROWS: dict[str, tuple[float, Callable[[Site], float]]] = {
+    "rank-crash-memory": (3.0, crash_rank),
+    "pod-deleted-peer": (20.0, delete_pod),
+    "node-killed": (45.0, kill_node),
+    "node-killed-leader": (45.0, kill_node_of_leader),
+}
+
+
+if __name__ == "__main__":
+    typer.run(main)
