@@ -51,6 +51,7 @@ async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, p
     assert {name: env.get(name) for name in expected} == expected
     assert not [name for name in env if name.startswith("EVERSTEP_POD") or name == "EVERSTEP_INDEX"]
     assert env["EVERSTEP_PROGRESS"].endswith("/progress/1")
+    assert env["EVERSTEP_CHECKPOINT_REQUEST"].endswith("/run/checkpoint-request.json")
 
 
 @pytest.mark.parametrize("distribution", ["torch", "none"])

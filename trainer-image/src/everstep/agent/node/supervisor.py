@@ -378,6 +378,7 @@ class Supervisor:
             generation=layout.generation,
             job=self._config.name,
             progress=str(self._fifo(place.local_rank)),
+            checkpoint_request=str(self._place.checkpoint_request),
         )
 
     def _fifo(self, local_rank: int) -> Path:
