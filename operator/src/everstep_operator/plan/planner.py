@@ -10,6 +10,7 @@ from everstep_operator.plan import (
     gang,
     job_outcome,
     node_loss,
+    node_notices,
     node_trouble,
     plain_mode,
     pod_creation,
@@ -53,7 +54,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         return JobPlan(s.status, actions=tuple(actions), requeue_at=look)
     account = restart_budget.charge_ended_generations(s, over=job_outcome.find_outcome(s) is not None)
     begun = start_failures.count_start_failures(s)
-    decision = _decide_next(s, account, begun)
+    decision = node_notices.leave_noticed_nodes(s, _decide_next(s, account, begun))
     if not decision.phase.finished:
         buried, later = node_trouble.force_delete_lost_pods(s)
         decision = decision.with_actions(buried).requeue_at(later)
@@ -144,16 +145,11 @@ def _handle_rejection(s: PlanContext) -> Decision | None:
     return _wait_while_blocked(s, refused)
 
 
-_BLOCKING = {
-    "Quota": Reason.QUOTA_EXCEEDED,
-    "Conflict": Reason.NAME_CONFLICT,
-    "Invalid": Reason.ADMISSION_REJECTED,
-    "Webhook": Reason.ADMISSION_REJECTED,
-}
+_BLOCKING = {"Quota": Reason.QUOTA_EXCEEDED, "Conflict": Reason.NAME_CONFLICT}  # all others: by admission
 
 
 def _wait_while_blocked(s: PlanContext, refused: Rejection) -> Decision:
-    reason = _BLOCKING.get(refused.kind, Reason.NOT_PERMITTED)
+    reason = _BLOCKING.get(refused.kind, Reason.ADMISSION_REJECTED)
     phase = Phase.RESTARTING if s.phase in RUN_PHASES else Phase.PENDING
     waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in gang.STALLING_REASONS)
     return waiting.requeue_at(s.now + pod_creation.BLOCKED_RETRY_SECONDS)
@@ -177,7 +173,7 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
     """Resolve the whole set from a new template: at the first start, in plain mode, in the next pool."""
     if s.template is None:
         return _resolve_template(s, Reason.CREATED)
-    if s.phase not in FORMING_PHASES:
+    if s.phase not in FORMING_PHASES or s.job.unknown_fields:
         return None
     if not s.plain and (found := plain_mode.find_agent_obstacle(s.current.values())) is not None:
         reason, said = found
@@ -193,6 +189,9 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
 
 
 def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
+    if s.job.unknown_fields:
+        waiting = Decision(Phase.PENDING, Reason.UNKNOWN_FIELDS, pod_creation.describe_unknown_fields(s), stalled=True)
+        return waiting.with_actions(pod_replacement.make_deletion(s.observed.ours, reason))
     choice = pool_selection.select_first_pool(s)
     if choice.problem is not None and choice.problem[0] is Reason.NAMESPACE_NOT_ALLOWED:
         # Every pool that the job names exists and refuses it: nothing that will be here soon changes that.
@@ -300,14 +299,17 @@ def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, st
     if (kept := pod_replacement.describe_kept_pod(s)) is not None:
         pod, message = kept
         return pod_replacement.explain_loss(pod), message
+    lost = next(iter(pod_replacement.list_lost_pods(s)), None)
+    absent = lost is not None or bool(pod_replacement.list_missing_indices(s))
+    if absent and (left := node_notices.explain_leave(s, lost)) is not None:
+        return left
     if account.last_failure is not None:
         return parse_reason(account.last_failure.reason), account.last_failure.message
-    lost = next(iter(pod_replacement.list_lost_pods(s)), None)
     # The leader may tell of a lost pod before the API server does, which alone knows why.
     explained = lost is not None and pod_replacement.explain_loss(lost) in pod_replacement.LOSS_REASONS
     if s.phase is Phase.RESTARTING and s.open is not None and not (explained and s.open.reason == Reason.RESTARTING):
         return parse_reason(s.open.reason), _open_phase_message(s)
-    if lost is not None or pod_replacement.list_missing_indices(s):
+    if absent:
         return pod_replacement.explain_loss(lost), "a pod was lost; its replacement is being made"
     return Reason.RESTARTING, Reason.RESTARTING.meaning
 

@@ -8,7 +8,7 @@ from dataclasses import replace as replace_fields
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus
-from everstep_operator.plan import gang, pod_replacement, restart_budget, template
+from everstep_operator.plan import gang, node_notices, pod_replacement, restart_budget, template
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
@@ -30,6 +30,7 @@ from everstep_operator.plan.pod_manifest import build_pod, make_template_name
 from everstep_operator.plan.template import RejectedTemplate
 
 BLOCKED_RETRY_SECONDS = 30.0
+MAX_AVOIDED = 64  # names of nodes that a pod excludes
 
 
 def resolve_new_template(
@@ -74,6 +75,11 @@ def create_missing_pods(s: PlanContext, decision: Decision) -> Decision:
         return decision.requeue_at(until)
     frozen = s.observed.frozen
     if frozen is None or frozen.epoch != s.template.epoch:
+        if s.job.unknown_fields or (s.pool is not None and s.pool.unknown_fields):
+            waiting = decision.with_fields(
+                reason=Reason.UNKNOWN_FIELDS, message=describe_unknown_fields(s), stalled=True
+            )
+            return waiting.requeue_at(s.now + BLOCKED_RETRY_SECONDS)
         if s.template.pool and s.pool is None:
             # Without it nobody knows where its pods belong: they would be made for any node.
             message = (
@@ -97,6 +103,14 @@ def create_missing_pods(s: PlanContext, decision: Decision) -> Decision:
         epoch += 1
         decision = decision.with_fields(epoch=epoch, generation=0)
     return decision.with_actions(*_make_creation_actions(s, frozen, indices, epoch))
+
+
+def describe_unknown_fields(s: PlanContext) -> str:
+    """Return a message about a job of which no template can be resolved, because nobody knows what it says."""
+    fields = [*s.job.unknown_fields]
+    if s.pool is not None and s.pool.unknown_fields:
+        fields += [f"{name} of TrainingPool {s.pool.metadata.name!r}" for name in s.pool.unknown_fields]
+    return f"{', '.join(fields)}: {Reason.UNKNOWN_FIELDS.meaning}"
 
 
 def has_pod_creation(decision: Decision) -> bool:
@@ -209,7 +223,8 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     key = find_key((template.secret_name_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
     actions.append(EnsureTemplate(name, t, template.build_config_map(job, frozen, key)))
     leader = _find_leader_address(s, chosen, epoch)
-    actions.append(CreatePods(chosen, epoch, frozen, leader, s.observed.silent_nodes))
+    avoided = tuple(sorted({*s.observed.silent_nodes, *node_notices.list_left_nodes(s)}))[:MAX_AVOIDED]
+    actions.append(CreatePods(chosen, epoch, frozen, leader, avoided))
     return actions
 
 
