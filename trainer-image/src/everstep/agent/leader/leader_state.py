@@ -98,8 +98,6 @@ class LeaderState:
             times.append(self._backoff_until)
         if self.phase == STOPPING and self._current:
             times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE_SECONDS]
-        if self._current and self._current.launcher_deadline is not None:
-            times.append(self._current.launcher_deadline)
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
         if self.phase == RUNNING and (hang := self.hangs.due()) is not None:
@@ -338,13 +336,8 @@ class LeaderState:
             self._ask_for_checkpoint(now)
         if self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
-        elif current.launcher_deadline is not None and all(
-            # An agent that stood still has yet to tell.
-            members[index].seen >= current.launcher_deadline
-            for index in current.unfinished
-        ):
-            end = protocol.ProcessExit(None, 1, message=current.explain_left_out(), launcher=True)
-            self._fail(now, failure_causes.make_exit_failure(now, 0, end))
+        elif (left_out := current.find_left_out_ranks(now, lambda index: members[index].seen)) is not None:
+            self._fail(now, left_out)
         elif self.phase == RUNNING:
             self._look_for_hang(now)
 
