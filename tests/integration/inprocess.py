@@ -37,9 +37,9 @@ class InjectedClient(Client):
         self.writes = 0
         self.died = asyncio.Event()
 
-    async def _send(self, verb: str, what: str, method: str, path: str, query: Any, body: Any, kind: str) -> Any:
+    async def _send(self, verb: str, what: str, method: str, path: str, query: Any, body: Any, *types: str) -> Any:
         if method not in WRITES:
-            return await super()._send(verb, what, method, path, query, body, kind)
+            return await super()._send(verb, what, method, path, query, body, *types)
         self.writes += 1
         fault = self.fault(self.writes, method, path)
         if fault == "die":
@@ -48,7 +48,7 @@ class InjectedClient(Client):
             raise errors.Unreachable("injected", sent=False)
         if fault == "refuse":
             raise errors.ServerError(500, "Injected", "injected")
-        answer = await super()._send(verb, what, method, path, query, body, kind)
+        answer = await super()._send(verb, what, method, path, query, body, *types)
         if fault == "die after":
             await self._die()
         if fault == "lose":

@@ -13,13 +13,14 @@ from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.cache import object_key, resource_version
 from everstep_operator.cluster.node_leases import NODE_LEASES_NAMESPACE
-from everstep_operator.cluster.resources import EVENTS, LEASES, NODES, POOLS
+from everstep_operator.cluster.resources import EVENTS, LEASES, NODES, POOLS, ApiResource
 from everstep_operator.plan import gang
 from everstep_operator.plan.gang import STALL_SECONDS_ALONE
 from tests.integration.conftest import USER
 from tests.integration.inprocess import Simulation, operator
 from tests.integration.world import World, until
 
+LIMIT_RANGES = ApiResource("", "v1", "limitranges", "LimitRange")
 LEASE = {"apiVersion": LEASES.api_version, "kind": LEASES.kind}
 LATER = STALL_SECONDS_ALONE + 60
 
@@ -314,3 +315,37 @@ async def test_three_jobs_behind_one_that_no_nodes_can_hold_get_theirs(
         for name in names[1:]:
             await still_world.until_phase(name, "Starting")
         await still_world.until_phase("impossible", "Pending")
+
+
+async def test_a_job_that_fits_nowhere_for_what_admission_adds_gives_way_too(
+    control_plane: ControlPlane, still_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing of its memory, and a LimitRange gives its pods more than all nodes but one have."""
+    monkeypatch.setattr(gang, "STALL_SECONDS", 2.0)
+    small = SmallCluster(still_world, ["younger", "impossible"], nodes=4)
+    await small.create()
+    large, *rest = small.nodes
+    for name in rest:
+        await still_world._patch(NODES.path(None, name) + "/status", {"status": {"allocatable": {"memory": "1Gi"}}})
+    default = {"type": "Container", "default": {"memory": "2Gi"}, "defaultRequest": {"memory": "2Gi"}}
+    limits = {"metadata": {"name": "defaults"}, "spec": {"limits": [default]}}
+    await still_world.client.create(LIMIT_RANGES, still_world.namespace, limits)
+    async with operator(control_plane.user_kubeconfig(USER), still_world) as (_, _):
+        await small.submit("impossible", 2)
+        await still_world.until_pods("impossible", 2)
+        small.nodes = [large]  # the others are too small for it, as the scheduler finds
+
+        async def has_one() -> bool:
+            return await small.placed() == {"younger": 0, "impossible": 1}
+
+        await until(has_one, "its first pod has a node", 60)
+        little = {"memory": "1Mi"}
+        pools, resources = [{"name": small.pool}], {"requests": little, "limits": little}
+        await still_world.submit("younger", numNodes=2, pools=pools, resources=resources)
+        await still_world.until_pods("younger", 2)
+        small.nodes = [large, rest[0]]
+
+        async def has_both() -> bool:
+            return (await small.placed())["younger"] == 2
+
+        await until(has_both, "the younger has its nodes", 120)

@@ -29,6 +29,7 @@ from everstep_operator.plan.actions import (
     DeleteStaleObjects,
     EnsureAgent,
     EnsureSecret,
+    EnsureService,
     EnsureTemplate,
     PodRef,
 )
@@ -49,9 +50,12 @@ class Objects:
     def __init__(self) -> None:
         self.there: dict[tuple[str, str], Any] = {}
         self.lose = ""  # the answer to the next create of this name
+        self.admission: errors.ApiError | None = None  # rejects every create, also of what is there
 
     async def create(self, resource: Any, namespace: str, body: Any) -> Any:
         name = (resource.plural, body["metadata"]["name"])
+        if self.admission is not None:
+            raise self.admission
         if name in self.there:
             raise errors.AlreadyExists(409, "AlreadyExists", "there")
         self.there[name] = {**body, "metadata": {**body["metadata"], "uid": "u"}}
@@ -66,13 +70,16 @@ class Objects:
             raise errors.NotFound(404, "NotFound", name)
         return self.there[(resource.plural, name)]
 
-    async def list(self, resource: Any, namespace: str, *, labels: str) -> AsyncIterator[ListPage]:
+    async def list(self, resource: Any, namespace: str, *, labels: str, metadata_only: bool) -> AsyncIterator[ListPage]:
         yield ListPage([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
 
     async def delete(
         self, resource: Any, namespace: str, name: str, *, uid: str | None, grace: int | None = None
     ) -> bool:
-        return self.there.pop((resource.plural, name), None) is not None
+        there = self.there.get((resource.plural, name))
+        if there is not None and uid in (None, there.get("metadata", {}).get("uid")):
+            del self.there[(resource.plural, name)]
+        return there is not None
 
 
 @pytest.fixture
@@ -115,6 +122,49 @@ async def test_a_secret_gets_the_token_of_the_key_that_its_name_is_of(actor: Act
     assert rotated.frozen.of_previous_keys == {JOB.uid}
     assert await rotated.execute(JOB, [DeleteStaleObjects(2)]) == (None, None)
     assert objects.there == {}
+
+
+@pytest.mark.parametrize(
+    "rejection",
+    [
+        errors.QuotaExceeded(403, "Forbidden", "exceeded quota: small, requested: count/secrets=1"),
+        errors.Forbidden(403, "Forbidden", 'admission webhook "labels" denied the request'),
+        errors.Invalid(422, "Invalid", "a policy"),
+        errors.WebhookUnavailable(500, "InternalError", "failed calling webhook"),
+    ],
+)
+async def test_what_a_job_has_already_needs_no_admission(
+    actor: ActionExecutor, objects: Any, rejection: errors.ApiError
+) -> None:
+    """A quota that the job's own objects use up rejects them before the API server looks whether they are there."""
+    built = job().build()
+    service = EnsureService("digits", template.build_service(built, PlanSettings()))
+    actions: list[Action] = [service, *of_template(built, 1), CreatePods((0, 1), 1, resolved(built, 1))]
+    assert await actor.execute(JOB, actions) == (None, None)
+    there = dict(objects.there)
+    objects.admission = rejection
+    assert await actor.execute(JOB, actions) == (None, None)
+    assert objects.there == there
+    for action in actions:
+        objects.there.clear()
+        refused, _ = await actor.execute(JOB, [action], patient=False)
+        assert refused is not None, "what is not there needs it"
+        assert refused.message == rejection.message
+
+
+async def test_where_admission_rejects_deletes_too_its_first_words_are_told(
+    actor: ActionExecutor, objects: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, _ = of_template(job().build(), 1)
+    objects.admission = errors.QuotaExceeded(403, "Forbidden", "exceeded quota: small")
+
+    async def delete(*_: Any, **__: Any) -> bool:
+        raise errors.Forbidden(403, "Forbidden", 'admission webhook "no-deletes" denied the request')
+
+    monkeypatch.setattr(objects, "delete", delete)
+    refused, _ = await actor.execute(JOB, [secret])
+    assert refused is not None
+    assert (refused.kind, refused.message) == ("Quota", "exceeded quota: small")
 
 
 async def test_the_name_of_a_secret_is_of_one_job_and_one_template_and_takes_the_key() -> None:

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.agent_code import ALL, KEEP_SECONDS, AgentCode, verify_agent_config_map
+from everstep_operator.cluster.agent_code import (
+    ALL,
+    KEEP_SECONDS,
+    MAX_COLLECTED,
+    AgentCode,
+    verify_agent_config_map,
+)
 
 
 class ConfigMaps:
@@ -169,3 +175,18 @@ async def test_code_that_was_replaced_is_found_before_the_next_pods(client: Any)
     client.there[("ns", agent.name)] = {**client.there[("ns", agent.name)], "binaryData": evil}
     with pytest.raises(errors.NotOurs):
         await agent.ensure(client, "ns")
+
+
+async def test_of_those_that_only_look_like_agents_few_are_read_at_a_time(client: Any) -> None:
+    """Anybody may set our label, on as many as a quota allows, and each list is a chance to look at some."""
+    agent = AgentCode(b"code")
+    for number in range(3 * MAX_COLLECTED):
+        name = f"everstep-agent-{number:012x}"
+        client.there[("ns", name)] = {"metadata": {"namespace": "ns", "name": name, "uid": "u"}, "data": {}}
+    before = dict(client.there)
+    reads = []
+    for look in range(5):
+        await agent.collect_garbage(client, list(client.there.values()), {}, 2 * KEEP_SECONDS * bool(look))
+        reads.append(client.reads)
+    assert reads == [0, *(MAX_COLLECTED * many for many in (1, 2, 3, 3))]
+    assert client.there == before

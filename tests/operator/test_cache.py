@@ -275,3 +275,15 @@ def test_a_change_of_the_spec_beside_our_own_write_wakes() -> None:
     with w.cache.writing_status(("ns", "digits")):
         w.cache.jobs.put(job_object(2, epoch=1, nodes=2))
     assert w.touched == [("ns", "digits")]
+
+
+def test_a_job_reads_differently_under_other_crds_though_nobody_has_changed_it() -> None:
+    w = Watched()
+    meta = {"namespace": "ns", "name": "digits", "uid": "u1", "resourceVersion": "5", "managedFields": [1]}
+    w.cache.jobs.put({"metadata": meta, "spec": {"later": "new"}})
+    w.touched.clear()
+    assert not w.cache.jobs.put({"metadata": {**meta, "managedFields": [2]}, "spec": {"later": "new"}})
+    assert not w.cache.jobs.put({"metadata": {**meta, "resourceVersion": "4"}, "spec": {}})
+    assert w.touched == []
+    assert w.cache.jobs.put({"metadata": meta, "spec": {}})
+    assert w.touched == [("ns", "digits")]

@@ -18,7 +18,7 @@ from kubernetes.aio.client import Configuration
 
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
-from everstep_operator.cluster.resources import JOBS, LEASES, PODS
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, LEASES, PODS
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 POD: dict[str, Any] = {"metadata": {"name": "digits-0", "namespace": "ns"}, "spec": {"unknownInAnyVersion": {"a": 1}}}
@@ -252,6 +252,14 @@ async def test_a_list_is_read_page_by_page(server: Server, client: Client) -> No
     assert pages[0].version == 5
     assert server.seen[0][2] == {"limit": "2", "labelSelector": "a=b"}
     assert server.seen[1][2]["continue"] == "more"
+
+
+async def test_of_what_may_be_large_only_metadata_are_listed(server: Server, client: Client) -> None:
+    server.script = [ok({"metadata": {"resourceVersion": "5"}, "items": [{"metadata": {"name": "a"}}]})]
+    for metadata_only in (True, False):
+        async for page in client.list(CONFIG_MAPS, "ns", metadata_only=metadata_only):
+            assert page.items == [{"metadata": {"name": "a"}}]
+    assert ["PartialObjectMetadataList" in headers["Accept"] for headers in server.headers] == [True, False]
 
 
 async def test_an_expired_token_is_renewed_once(server: Server, client: Client) -> None:

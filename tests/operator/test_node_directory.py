@@ -15,8 +15,11 @@ from everstep_operator.plan.observation import PodView
 class Server:
     def __init__(self, *names: str) -> None:
         self.names, self.asked, self.fails = set(names), 0, False
+        self.pods: dict[str, Any] = {}
 
     async def get(self, resource: Any, namespace: str | None, name: str) -> Any:
+        if resource.plural == "pods":
+            return await self.get_pod(name)
         assert (resource.plural, namespace) == ("nodes", None)
         self.asked += 1
         if self.fails:
@@ -24,6 +27,12 @@ class Server:
         if name not in self.names:
             raise errors.NotFound(404, "NotFound", name)
         return raw(name, 5)
+
+    async def get_pod(self, name: str) -> Any:
+        self.asked += 1
+        if name not in self.pods:
+            raise errors.NotFound(404, "NotFound", name)
+        return self.pods[name]
 
 
 class Clock:
@@ -89,3 +98,87 @@ async def test_no_answer_is_no_answer() -> None:
     server.fails = True
     with pytest.raises(errors.Unreachable):
         await known.find_nodes_under([pod("n1")])
+
+
+async def test_names_of_which_no_node_is_there_are_not_asked_for_again_and_again() -> None:
+    """Pods may be kept from nodes that have never been, by an affinity of their user's."""
+    known, server, clock = nodes()
+    away = PodView(index=0, name="a-0", uid="u", epoch=1, template=1, created=0.0, avoids=frozenset({"x", "y", "z"}))
+    for _ in range(10):
+        assert set(await known.find_nodes_under([away])) == {"x", "y", "z"}
+        clock.now += 1
+    assert server.asked == 3
+
+
+KEY: Key = ("team", "a")
+MINE = {"uid": "u1", "ownerReferences": [{"controller": True, "kind": "TrainingJob", "name": "a", "uid": "job"}]}
+
+
+def admitted(uid: str, **spec: Any) -> Any:
+    containers = [{"name": "trainer", "image": "i", **spec.pop("container", {})}]
+    return {"metadata": {**MINE, "uid": uid, "name": "a-0"}, "spec": {"containers": containers, **spec}}
+
+
+def of_set(uid: str) -> PodView:
+    return PodView(index=0, name="a-0", uid=uid, epoch=1, template=1, created=0.0, owner="job")
+
+
+async def test_places_are_counted_for_what_admission_has_made_of_a_pod() -> None:
+    """A LimitRange, a RuntimeClass and plugins for tolerations and node selectors add what no template tells."""
+    known, server, _ = nodes()
+    taint = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+    allocatable = {"allocatable": {"cpu": "4", "pods": "10", "nvidia.com/gpu": "2"}}
+    labelled = {**raw("n1", 1)["metadata"], "labels": {"team": "a"}}
+    known.cache.nodes.put({"metadata": labelled, "spec": {"taints": [taint]}, "status": allocatable})
+    template = {"spec": {"containers": [{"name": "trainer", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]}}
+
+    def count() -> int | None:
+        return known.count_places(KEY, "job", 1, template, 9)
+
+    assert count() == 0, "nothing tolerates the taint, as far as the template tells"
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": "1"}, "requests": {"nvidia.com/gpu": "1"}}}
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    server.pods["a-0"] = admitted("u1", container=gpu, tolerations=tolerations)
+    await known.admitted.learn(KEY, "job", 1, [of_set("u1")])
+    assert count() == 2
+    await known.admitted.learn(KEY, "job", 1, [of_set("u1")])
+    assert server.asked == 1, "once"
+    await known.admitted.learn(KEY, "job", 1, [])
+    assert count() == 2, "also of pods that were given back"
+    server.pods["a-0"] = admitted("u2", container=gpu, tolerations=tolerations, overhead={"cpu": "3"})
+    await known.admitted.learn(KEY, "job", 1, [of_set("u2")])
+    assert count() == 1
+    server.pods["a-0"] = admitted("u3", container=gpu, tolerations=tolerations, nodeSelector={"team": "b"})
+    await known.admitted.learn(KEY, "job", 1, [of_set("u3")])
+    assert count() == 0
+    assert known.count_places(KEY, "job", 2, template, 9) == 0, "another template's pods tell nothing"
+    known.forget(KEY)
+    assert known.admitted.get(KEY, "job", 1) is None
+
+
+async def test_a_pod_that_cannot_be_read_is_counted_by_its_template() -> None:
+    known, server, _ = nodes()
+    known.cache.nodes.put({**raw("n1", 1), "status": {"allocatable": {"pods": "3"}}})
+    await known.admitted.learn(KEY, "job", 1, [of_set("u1")])
+    server.pods["a-0"] = admitted("its-successor", overhead={"cpu": "3"})
+    await known.admitted.learn(KEY, "job", 1, [of_set("u1")])
+    assert known.count_places(KEY, "job", 1, {"spec": {"containers": [{"name": "trainer"}]}}, 9) == 3
+
+
+async def test_rules_of_thousands_of_terms_do_not_keep_the_operator_from_its_lease() -> None:
+    """Each term is looked at for each node, in one step of the event loop: nobody knows where such pods could be."""
+    known, _, _ = nodes()
+    for number in range(200):
+        known.cache.nodes.put({**raw(f"n{number}", number + 1), "status": {"allocatable": {"pods": "1"}}})
+
+    def count(terms: int) -> int | None:
+        term = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a", "b"]}]}
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term] * terms}}
+        template = {"spec": {"containers": [{"name": "trainer"}], "affinity": {"nodeAffinity": required}}}
+        return known.count_places(KEY, "job", terms, template, 9)
+
+    examined = known.examined
+    assert count(10) == 0
+    assert known.examined == examined + 200
+    assert count(20_000) is None
+    assert known.examined == examined + 200

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.cache import ClusterCache, Key
-from everstep_operator.cluster.node_leases import NODE_LEASES_NAMESPACE, NodeLeases
+from everstep_operator.cluster.node_leases import NODE_LEASES_NAMESPACE, UNAUTHORIZED_PERIOD, NodeLeases
 from everstep_operator.plan.node_view import NodeView
 
 JOB: Key = ("team", "digits")
@@ -25,16 +26,20 @@ class Kubelets:
         self.versions: dict[str, int] = {}
         self.alive: set[str] = set()
         self.error: Exception | None = None
+        self.asked = 0
+        self.duration = 40
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     async def get(self, resource: Any, namespace: str | None, name: str) -> Any:
         assert (resource.plural, namespace) == ("leases", NODE_LEASES_NAMESPACE)
+        self.asked += 1
         if self.error is not None:
             raise self.error
         if name not in self.versions:
             raise errors.NotFound(404, "NotFound", name)
-        renewals = int(self.now / 10) if name in self.alive else 0
-        return {"metadata": {"name": name, "resourceVersion": str(self.versions[name] + renewals)}}
+        renewals = int(4 * self.now / self.duration) if name in self.alive else 0
+        meta = {"name": name, "resourceVersion": str(self.versions[name] + renewals)}
+        return {"metadata": meta, "spec": {"leaseDurationSeconds": self.duration}}
 
     async def sleep(self, seconds: float) -> None:
         until = asyncio.get_running_loop().create_future()
@@ -118,6 +123,18 @@ async def test_a_lease_that_is_renewed_does_not(follower: Follower) -> None:
     assert follower.silent("n1", "n2") == ["n2"]
 
 
+async def test_a_kubelet_that_is_configured_to_renew_rarely_is_not_silent_for_that(follower: Follower) -> None:
+    """`nodeLeaseDurationSeconds: 120` makes it every 30 s, which is longer than what is silence elsewhere."""
+    follower.server.duration = 120
+    follower.follow("n1", alive=True)
+    follower.follow("n2")
+    await follower.pass_time(25)
+    assert follower.silent("n1", "n2") == []
+    assert not any(node.unrenewed for node in follower.leases.mark_silent([NodeView("n1"), NodeView("n2")]).values())
+    await follower.pass_time(125)
+    assert follower.silent("n1", "n2") == ["n2"]
+
+
 async def test_a_node_that_renews_again_is_heard_and_the_job_is_told(follower: Follower) -> None:
     follower.follow("n1")
     await follower.pass_time(SILENCE + 5)
@@ -154,14 +171,17 @@ async def test_of_a_node_without_a_lease_nothing_can_be_said(follower: Follower)
     assert follower.silent("virtual") == []
 
 
-async def test_without_the_right_to_read_leases_nothing_is_asked_any_more(follower: Follower) -> None:
-    follower.server.error = errors.Forbidden(403, "Forbidden", "leases is forbidden")
+async def test_without_the_right_to_read_leases_they_are_asked_for_now_and_then(follower: Follower) -> None:
+    """In the words of a real API server. The right may be given later."""
+    words = 'leases "n1" is forbidden: User "everstep" cannot get resource "leases" in API group "coordination.k8s.io"'
+    follower.server.error = errors.from_status(403, {"reason": "Forbidden", "message": words})
     follower.follow("n1")
-    await follower.pass_time(5)
-    follower.server.error = AssertionError("it was asked again")
-    follower.follow("n1", "n2")
     await follower.pass_time(60)
-    assert follower.silent("n1", "n2") == []
+    assert follower.server.asked <= 60 / UNAUTHORIZED_PERIOD + 1
+    assert follower.silent("n1") == []
+    follower.server.error = None
+    await follower.pass_time(UNAUTHORIZED_PERIOD + SILENCE + 5)
+    assert follower.silent("n1") == ["n1"]
 
 
 async def test_nothing_is_asked_where_silence_proves_nothing() -> None:
@@ -255,3 +275,33 @@ async def test_a_read_that_fails_by_surprise_is_begun_again(follower: Follower) 
     follower.follow("n1")
     await follower.pass_time(SILENCE + 5)
     assert follower.silent("n1") == ["n1"]
+
+
+async def test_nodes_are_counted_once_for_all_who_ask_until_one_changes(
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of 5,000 nodes are silent, and each of their jobs asks for each of its nodes every few seconds."""
+    names = [f"n{number}" for number in range(6)]
+    views = [follower.put_node(name, zone="a") for name in names]
+    follower.follow(*names[:4])
+    await follower.pass_time(SILENCE + 5)
+    counts: list[int] = []
+    items = follower.cache.nodes.items
+
+    def counted() -> Any:
+        counts.append(1)
+        return items()
+
+    monkeypatch.setattr(follower.cache.nodes, "items", counted)
+    for _ in range(10):
+        held = [node.held for node in follower.leases.mark_silent(views).values()]
+        assert [bool(text) for text in held] == [True] * 4 + [False] * 2
+    assert len(counts) == 1
+    follower.server.alive.update(names[1:4])
+    await follower.pass_time(11)
+    assert [node.held for node in follower.leases.mark_silent(views).values()] == [""] * 6
+    follower.put_node("n6", zone="a", ready=False)
+    for name in names[3:]:
+        follower.put_node(name, zone="a", ready=False)
+    assert len([node for node in follower.leases.mark_silent(views).values() if node.silent_since]) == 1
+    assert len(counts) == 3, "again after each change"

@@ -269,3 +269,19 @@ async def test_a_status_that_somebody_edits_again_and_again_is_put_back_and_told
         await reconciler.reconcile(KEY)
         assert server.statuses[-1]["epoch"] == right["epoch"]
     assert len([event for event in server.events() if event["reason"] == "StatusRestored"]) == 1
+
+
+async def test_a_copy_of_pod_0_does_not_hide_the_leader(
+    reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kubectl get pod -o yaml`, applied under another name: it has the job's owner and labels, and is newer."""
+    monkeypatch.setattr(reconciler.leaders, "view", lambda key, uid: uid)
+    built = job().build()
+    owner = {"controller": True, "kind": "TrainingJob", "name": "digits", "uid": built.metadata.uid}
+    labels = {"everstep.dev/job": "digits", "everstep.dev/index": "0", "everstep.dev/epoch": "1"}
+    for number, name in enumerate(("digits-0", "copy", "digits-1"), 1):
+        created = f"2026-01-01T12:00:0{number}Z"
+        meta = {"namespace": "default", "name": name, "uid": name, "resourceVersion": str(number), "labels": labels}
+        reconciler.cache.pods.put({"metadata": {**meta, "creationTimestamp": created, "ownerReferences": [owner]}})
+    found: object = reconciler._find_leader_view(KEY, built, reconciler.cache.pods_of(KEY))
+    assert found == "digits-0"

@@ -28,7 +28,10 @@ class Server:
         self.there: dict[str, list[Any]] = {}
         self.version = 1
 
-    async def list(self, resource: Any, namespace: str | None, *, labels: str | None) -> AsyncIterator[ListPage]:
+    async def list(
+        self, resource: Any, namespace: str | None, *, labels: str | None, metadata_only: bool = False
+    ) -> AsyncIterator[ListPage]:
+        assert metadata_only == (resource.plural == "configmaps")
         self.version += 1
         yield ListPage(list(self.there.get(resource.plural, ())), self.version)
 
@@ -108,10 +111,10 @@ async def test_a_watched_namespace_that_is_gone_stops_no_other(
     """Its Role went with it, so every list of it is forbidden."""
     listed, gone = server.list, {"gone"}
 
-    async def refuse(resource: Any, namespace: str | None, *, labels: str | None) -> AsyncIterator[ListPage]:
+    async def refuse(resource: Any, namespace: str | None, **options: Any) -> AsyncIterator[ListPage]:
         if namespace in gone:
             raise errors.NotAuthorized(403, "Forbidden", "no Role")
-        async for page in listed(resource, namespace, labels=labels):
+        async for page in listed(resource, namespace, **options):
             yield page
 
     monkeypatch.setattr(server, "list", refuse)
@@ -130,3 +133,19 @@ async def test_a_watched_namespace_that_is_gone_stops_no_other(
     await resync.run_once()
     assert not resync.forbidden
     assert back == [{"gone"}]
+
+
+async def test_what_anybody_labels_as_an_agent_is_not_read_to_be_listed(
+    resync: Resync, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand ConfigMaps of a megabyte each are more than the operator may have of memory."""
+    kept: list[Any] = []
+
+    async def collect(client: Any, found: list[Any], *_: Any) -> None:
+        kept.extend(found)
+
+    monkeypatch.setattr(resync.agent, "collect_garbage", collect)
+    meta = {"namespace": "default", "name": "large", "uid": "u", "annotations": {"a": "b" * 1000}, "labels": {"c": "d"}}
+    server.there["configmaps"] = [{"metadata": meta}]
+    await resync.run_once()
+    assert kept == [{"metadata": {"namespace": "default", "name": "large", "uid": "u"}}]

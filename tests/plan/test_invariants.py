@@ -10,10 +10,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TrainingJobStatus
 from everstep_operator.plan.actions import Action, CreatePods
 from everstep_operator.plan.node_signals import NodeSignal
+from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import GangView, PodView, Rejection
 from tests.builders import job
 from tests.plan.world import START, OperatorDied, World
@@ -114,6 +116,36 @@ class Chaos(RuleBasedStateMachine):
     @rule()
     def return_nodes(self) -> None:
         self.world.nodes.clear()
+        self.world.mute.clear()
+
+    @rule(index=NODES, lease=st.booleans(), agent=st.booleans(), unknown=st.booleans())
+    def silence_node(self, index: int, lease: bool, agent: bool, unknown: bool) -> None:
+        """Its kubelet, its agent or both are not heard; Kubernetes has noticed, or not."""
+        pod = self.world.pods.get(f"digits-{index}")
+        if pod is None or pod.node is None:
+            return
+        self.world.silence_node(index, lease=lease, agent=agent)
+        if lease and unknown:
+            node = self.world.nodes[pod.node]
+            self.world.nodes[pod.node] = replace(node, ready=False, not_ready_because="NodeStatusUnknown")
+
+    @rule(index=NODES)
+    def renew_lease(self, index: int) -> None:
+        pod = self.world.pods.get(f"digits-{index}")
+        if pod is not None and pod.node is not None:
+            self.world.nodes[pod.node] = NodeView(pod.node, renewed_at=self.world.now)
+
+    @rule()
+    def restart_operator(self) -> None:
+        self.world.restart_operator()
+        self.world.leader_reachable = True
+
+    @rule(newer=st.booleans())
+    def change_crds(self, newer: bool) -> None:
+        """Newer ones give each job a field that the operator does not know."""
+        manifest = self.world.job.manifest()
+        manifest["spec"] |= {"later": 1} if newer else {}
+        self.world.job = TrainingJob.parse_stored(manifest)
 
     @rule(index=NODES, code=st.sampled_from([0, 1, 120, 127]))
     def exit(self, index: int, code: int) -> None:
@@ -196,6 +228,9 @@ class Chaos(RuleBasedStateMachine):
             return
         self.world.capacity, self.world.gangs, self.world.refuse = 100, (), lambda _: None
         self.world.leader_reachable = True
+        self.world.mute.clear()
+        self.world.nodes = {name: node for name, node in self.world.nodes.items() if node.gone_since is not None}
+        self.change_crds(newer=False)
         if self.world.job.spec.suspend:
             self.world.run("Suspended")
             assert not self.world.pods

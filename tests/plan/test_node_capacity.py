@@ -34,6 +34,27 @@ def test_the_scarcest_resource_counts() -> None:
     assert count(pod({"limits": {GPU: 1}}), node(pods="110", cpu="4")) == 0, "no GPU there"
 
 
+def test_what_a_pod_reserves_is_what_the_scheduler_counts() -> None:
+    """Init containers run before the others, sidecars beside all of them, and a runtime has an overhead."""
+    four = node(cpu="4", memory="16Gi", pods="110")
+
+    def init(cpu: int, **fields: Any) -> dict[str, Any]:
+        return {"resources": {"requests": {"cpu": cpu}}, **fields}
+
+    one = {"requests": {"cpu": "1"}}
+    sidecar = init(1, restartPolicy="Always")
+    assert count(pod(one, initContainers=[init(1)]), four) == 4
+    assert count(pod(one, initContainers=[init(2), init(1)]), four) == 2
+    assert count(pod(one, initContainers=[init(5)]), four) == 0
+    assert count(pod(one, initContainers=[sidecar]), four) == 2
+    assert count(pod(one, initContainers=[sidecar, init(3)]), four) == 1, "beside the sidecar"
+    assert count(pod(one, initContainers=[init(3), sidecar]), four) == 1, "before it"
+    assert count(pod(one, initContainers=[init(2), sidecar]), four) == 2
+    assert count(pod(one, overhead={"cpu": "1"}), four) == 2
+    assert count(pod(one, one, resources={"requests": {"cpu": "1"}}), four) == 4, "of the pod as a whole"
+    assert count(pod(one, resources={"limits": {"memory": "8Gi"}}), four) == 2
+
+
 def test_only_nodes_that_are_selected_and_whose_taints_are_tolerated_count() -> None:
     pools = [node(labels={"pool": name}, pods="1") for name in ("a", "a", "b")]
     assert count(pod({}, nodeSelector={"pool": "a"}), *pools) == 2

@@ -54,3 +54,19 @@ def test_a_mount_point_that_is_not_ours_stays_as_it_is_written() -> None:
     for path in ("/data/", "data", ""):
         over = {"volumeMounts": [{"name": "theirs", "mountPath": path}]}
         assert merge_overlay({"volumeMounts": []}, over) == over
+
+
+@pytest.mark.parametrize(
+    ("field", "items"),
+    [
+        ("topologySpreadConstraints", [
+            {"topologyKey": "zone", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"},
+            {"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "ScheduleAnyway"},
+        ]),
+        ("ports", [{"containerPort": 53, "protocol": "UDP"}, {"containerPort": 53, "protocol": "TCP"}]),
+        ("hostAliases", [{"ip": "10.0.0.1", "hostnames": ["a"]}, {"ip": "10.0.0.1", "hostnames": ["b"]}]),
+    ],
+)  # fmt: skip
+def test_items_of_the_user_s_own_are_not_merged_with_each_other(field: str, items: list[dict[str, object]]) -> None:
+    assert merge_overlay({}, {field: items}) == {field: items}
+    assert merge_overlay({field: [items[0]]}, {field: items}) == {field: items}

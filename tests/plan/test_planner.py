@@ -166,7 +166,7 @@ def test_what_the_template_names_may_come_later_than_the_job(said: str) -> None:
     stalled = world.status.condition(ConditionType.STALLED)
     assert world.phase == "Pending"
     assert stalled is not None
-    assert (stalled.status, stalled.reason, stalled.message) == ("True", "NotPermitted", said)
+    assert (stalled.status, stalled.reason, stalled.message) == ("True", "AdmissionRejected", said)
     world.refuse = lambda _: None
     world.now += 31
     world.run("Running")
@@ -205,7 +205,7 @@ def test_a_webhook_that_rejects_replacements_ends_no_job(phase: str, kind: str, 
     stalled = world.status.condition(ConditionType.STALLED)
     assert stalled is not None
     assert (stalled.status, stalled.message) == ("True", said)
-    assert stalled.reason == ("NotPermitted" if kind == "Forbidden" else "AdmissionRejected")
+    assert stalled.reason == "AdmissionRejected", "it is not the operator that does not permit it"
     told = [event for event in world.events if event.reason == stalled.reason]
     assert [(event.type, event.message) for event in told] == [("Warning", said)], "once"
     world.refuse = lambda _: None
@@ -239,7 +239,7 @@ def test_a_job_whose_replacements_are_rejected_for_long_gives_its_nodes_back_and
     for _ in range(100):
         world.tick(10)
         world.reconcile()
-    assert (world.phase, world.status.transitions[-1].reason) == ("Pending", "NotPermitted")
+    assert (world.phase, world.status.transitions[-1].reason) == ("Pending", "AdmissionRejected")
     assert not world.pods
     world.refuse = lambda _: None
     world.run("Running")

@@ -28,6 +28,7 @@ from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS
+from everstep_operator.cluster.undeclared_fields import UndeclaredFields
 from everstep_operator.cluster.unlisted_pods import UnlistedPods
 from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.work_queue import WorkQueue
@@ -41,6 +42,7 @@ from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import Observation, PlanSettings, PodView, Rejection
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES
+from everstep_operator.plan.pod_manifest import make_pod_name
 from everstep_operator.plan.status_memory import undo_edit
 
 log = structlog.get_logger(__name__)
@@ -91,6 +93,7 @@ class Reconciler:
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
     _memories: dict[Key, _Memory] = field(default_factory=dict)
+    _undeclared: UndeclaredFields = field(default_factory=UndeclaredFields)
 
     def __post_init__(self) -> None:
         self.unlisted = UnlistedPods(self.client, self.cache, self.actor.requests)
@@ -189,7 +192,7 @@ class Reconciler:
             return None
         memory = self._get_memory(key, entry.uid)
         try:
-            return TrainingJob.parse(entry.value)
+            return TrainingJob.parse_stored(entry.value)
         except ValidationError as error:
             # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
             self.leaders.stop_polling(key)
@@ -231,6 +234,7 @@ class Reconciler:
         finished = job.status.phase is not None and job.status.phase.finished
         if job.status.template is not None and not finished:
             frozen = await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
+            await self._learn_admitted_pod(key, job)
         return Observation(
             job=job,
             pods=pods,
@@ -267,9 +271,15 @@ class Reconciler:
         if job.status.template is not None:
             try:
                 await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
+                await self._learn_admitted_pod(key, job)
             except (errors.ApiError, errors.Unreachable) as error:
                 log.warning("cannot read a template", job="/".join(key), error=str(error))
         return self.count_places(key, job)
+
+    async def _learn_admitted_pod(self, key: Key, job: TrainingJob) -> None:
+        if job.status.template is not None and is_waiting(job):
+            template = job.status.template.epoch
+            await self.nodes.admitted.learn(key, job.metadata.uid, template, self.cache.pods_of(key))
 
     def _read_pools(self, job: TrainingJob) -> dict[str, TrainingPool]:
         found = {}
@@ -277,15 +287,16 @@ class Reconciler:
             entry = self.cache.pools.get(("", choice.name))
             if entry is not None:
                 try:
-                    found[choice.name] = TrainingPool.parse(entry.value)
+                    found[choice.name] = TrainingPool.parse_stored(entry.value)
                 except ValidationError as error:
                     log.warning("a pool that breaks the rules of the API", pool=choice.name, error=str(error))
         return found
 
     def _find_leader_view(self, key: Key, job: TrainingJob, pods: tuple[PodView, ...]) -> LeaderView | None:
-        zeros = [pod for pod in pods if pod.index == 0 and pod.owner == job.metadata.uid]
-        newest = max(zeros, key=lambda pod: (pod.epoch, pod.created), default=None)
-        return self.leaders.view(key, newest.uid) if newest is not None else None
+        # By its name: a copy of a pod under another name has its owner and its labels too.
+        name, uid = make_pod_name(job.metadata.name, 0), job.metadata.uid
+        head = next((pod for pod in pods if pod.name == name and pod.owner == uid), None)
+        return self.leaders.view(key, head.uid) if head is not None else None
 
     # --- write
 
@@ -298,7 +309,7 @@ class Reconciler:
         except (errors.Conflict, errors.NotFound):
             await self._read_again(key, job.metadata.uid)
             return None
-        written, memory = TrainingJob.parse(stored), self._get_memory(key, job.metadata.uid)
+        written, memory = TrainingJob.parse_stored(stored), self._get_memory(key, job.metadata.uid)
         memory.status_written_at, memory.status = self.clock(), written.status
         metrics.record_status_change(job, written.status, self.clock())
         return written
@@ -329,9 +340,14 @@ class Reconciler:
                 "uid": job.metadata.uid,
                 "resourceVersion": job.metadata.resource_version,
             },
-            "status": status.manifest(),
         }
-        return await self.client.apply_status(JOBS, job.metadata.namespace, body)
+        while True:
+            declared = self._undeclared.strip(status.manifest())
+            try:
+                return await self.client.apply_status(JOBS, job.metadata.namespace, {**body, "status": declared})
+            except (errors.Undeclared, errors.Invalid) as error:
+                if not self._undeclared.learn(error.message):
+                    raise
 
     async def _report_refused_status(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
         """Send an event about a status that was rejected, which cannot tell of it itself; one, for the same is rejected

@@ -83,7 +83,8 @@ class OperatorSettings(BaseModel):
     """How long a leader that nobody renews may go on publishing checkpoints."""
     node_silence: Annotated[float, AfterValidator(_limit_silence)] = 20.0
     """How long the kubelet of a silent agent's node must not have renewed the node's Lease (it does every 10 s) until
-    the node is taken for dead and its pods are replaced. 0: only a removed Node object is."""
+    the node is taken for dead and its pods are replaced; at least three eighths of the Lease's duration. 0: only a
+    removed Node object is."""
 
     node_signals: Annotated[tuple[NodeSignalSetting, ...], BeforeValidator(_decode_json)] = ()
     """Further signals of Nodes that go away or are in trouble, as a JSON list; see `NodeSignalSetting`."""

@@ -17,6 +17,7 @@ from everstep.pipeline.schedules import NAMES as SCHEDULE_NAMES
 from everstep_operator.api.base import ApiModel
 from everstep_operator.api.checkpoint import CheckpointPolicy
 from everstep_operator.api.meta import ObjectMeta
+from everstep_operator.api.newer import StoredResource
 from everstep_operator.api.podtemplate import PodTemplate
 from everstep_operator.api.rules import Rule, UpdateRule
 from everstep_operator.api.scalars import (
@@ -365,7 +366,7 @@ class TrainingJobSpec(ApiModel):
         return hashlib.sha256(json.dumps(built_from, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class TrainingJob(ApiModel):
+class TrainingJob(StoredResource):
     """A distributed training run."""
 
     api_version: Literal["everstep.dev/v1alpha1"] = "everstep.dev/v1alpha1"

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from everstep_operator.api.base import ApiModel
 from everstep_operator.api.meta import ObjectMeta
+from everstep_operator.api.newer import StoredResource
 from everstep_operator.api.rules import Rule
 from everstep_operator.api.scalars import DNS_LABEL, LABEL_KEY, LabelKey, LabelValue, NodeSelector, Pattern, Whole
 
@@ -68,7 +69,7 @@ class TrainingPoolSpec(ApiModel):
     """Namespaces whose jobs may use the pool; `"*"` is all. Not a security boundary: a pod can select nodes itself."""
 
 
-class TrainingPool(ApiModel):
+class TrainingPool(StoredResource):
     """A class of nodes that TrainingJobs can request by name."""
 
     api_version: Literal["everstep.dev/v1alpha1"] = "everstep.dev/v1alpha1"

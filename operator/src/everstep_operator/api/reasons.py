@@ -21,6 +21,11 @@ class Reason(StrEnum):
 
     # The request
     SPEC_INVALID = "SpecInvalid", "The stored object breaks a rule of the API; correct it and apply it again."
+    UNKNOWN_FIELDS = (
+        "UnknownFields",
+        "The CRDs are newer than the operator, and the job or its pool has fields that it does not know. Running jobs "
+        "continue; this one starts when the operator is upgraded, or the fields are removed.",
+    )
     INVALID_TEMPLATE = (
         "InvalidTemplate",
         "The API server rejects the job's pods; its message names the wrong field.",
@@ -36,9 +41,9 @@ class Reason(StrEnum):
     )
     ADMISSION_REJECTED = (
         "AdmissionRejected",
-        "The API server, an admission webhook or a policy rejects an object of a job that had pods before, or a "
-        "webhook is unavailable; the operator retries every 30 s. The message names the rule: change it, or suspend "
-        "the job and correct its template.",
+        "The API server, an admission webhook or a policy rejects an object of a job that had pods before, something "
+        "that its pods name does not exist yet, or a webhook is unavailable; the operator retries every 30 s. The "
+        "message names the rule: change it, or suspend the job and correct its template.",
     )
     NAME_CONFLICT = (
         "NameConflict",

@@ -33,6 +33,9 @@ from everstep_operator.plan.pod_manifest import build_pod
 log = structlog.get_logger(__name__)
 
 PUSH_RETRY_SECONDS = 3.0
+# A quota, a webhook or a policy judges a create before the API server looks whether the name is taken.
+_BY_ADMISSION = (errors.Forbidden, errors.Invalid, errors.WebhookUnavailable)
+_NO_UID = "none"  # of no object: a delete with it tells whether there is one, and deletes nothing
 MAX_REQUESTS_PER_JOB = 50
 
 
@@ -133,16 +136,28 @@ class ActionExecutor:
 
     async def _ensure(self, resource: ApiResource, job: JobRef, body: Any) -> tuple[ApiObject, bool]:
         """Create an object, or make sure that what has its name is this job's. Return what is stored, and whether it is
-        new."""
+        new.
+
+        What is there needs no admission: a quota that the job's own objects have used up rejects their creation once
+        more, and a running job would wait for it with a pod missing.
+        """
+        rejection: errors.ApiError | None = None
         try:
             return await self.client.create(resource, job.namespace, body), True
         except errors.AlreadyExists:
             pass
+        except _BY_ADMISSION as error:
+            rejection = error
         except errors.Unreachable as error:
             if not error.sent:
                 raise
             log.info("the result of a create is unknown; reading", resource=resource.plural, error=str(error))
-        found = await self.client.get(resource, job.namespace, body["metadata"]["name"])
+        try:
+            found = await self.client.get(resource, job.namespace, body["metadata"]["name"])
+        except errors.NotFound:
+            if rejection is None:
+                raise
+            raise rejection from None
         check_ownership(resource, job, found)
         return found, False
 
@@ -167,8 +182,19 @@ class ActionExecutor:
             await self.client.create(SECRETS, job.namespace, body)
         except errors.AlreadyExists:
             return
+        except _BY_ADMISSION:
+            if await self._is_secret_there(job.namespace, action.name):
+                return  # see `_ensure`
+            raise
         # Pods of a new template hang without the agent, and the namespace may have been deleted and made again.
         self.agent.forget(job.namespace)
+
+    async def _is_secret_there(self, namespace: str, name: str) -> bool:
+        try:
+            return await self.client.delete(SECRETS, namespace, name, uid=_NO_UID)
+        except errors.ApiError as error:  # admission may reject deletes too: then nobody can tell
+            log.info("cannot tell whether a secret is there", secret=f"{namespace}/{name}", error=str(error))
+            return False
 
     async def _ensure_agent(self, job: JobRef, action: act.EnsureAgent) -> None:
         if action.name == self.agent.name:
@@ -184,7 +210,7 @@ class ActionExecutor:
 
     async def _delete_stale(self, job: JobRef, action: act.DeleteStaleObjects) -> None:
         labels = f"{LABEL_JOB}={job.name},{LABEL_TEMPLATE}"
-        async for page in self.client.list(CONFIG_MAPS, job.namespace, labels=labels):
+        async for page in self.client.list(CONFIG_MAPS, job.namespace, labels=labels, metadata_only=True):
             for item in page.items:
                 meta = item["metadata"]
                 template = str(meta["labels"][LABEL_TEMPLATE])

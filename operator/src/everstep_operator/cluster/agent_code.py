@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 
 AGENT_LABEL = "everstep.dev/agent"
 KEEP_SECONDS = 3600.0
+MAX_COLLECTED = 50  # ConfigMaps that are read in one collection: anybody may set our label
 _FILE = "agent.pyz"
 ALL = "*"  # among the names in use: nobody knows which, so all of them
 
@@ -129,36 +130,45 @@ class AgentCode:
         """Delete versions that nothing has named for an hour: a template about to be written may name one just listed.
 
         Args:
-            client: Deletes ConfigMaps.
-            found: All ConfigMaps with the agent's label.
+            client: Reads and deletes ConfigMaps.
+            found: The metadata of all ConfigMaps with the agent's label.
             used: The names in use, by namespace.
             now: Monotonic seconds.
         """
         seen: defaultdict[str, set[str]] = defaultdict(set)
+        left = MAX_COLLECTED
         for item in found:
             meta = item["metadata"]
             namespace, name, key = meta["namespace"], meta["name"], (meta["namespace"], meta["name"])
-            stored = stored_digest(item)
-            if not stored or name != config_map_name(stored) or (name == self.name and stored != self.digest):
-                continue  # anybody may set our label and write our name: this is no agent, and not ours to delete
             seen[namespace].add(name)
             names = used.get(namespace, ())
             if name in names or ALL in names:
                 self._unused_since.pop(key, None)
                 continue
-            if now - self._unused_since.setdefault(key, now) < KEEP_SECONDS:
+            if now - self._unused_since.setdefault(key, now) < KEEP_SECONDS or not left:
                 continue
-            log.info("collecting an agent nobody uses", namespace=namespace, config_map=name)
-            if name == self.name:
-                self._present.discard(namespace)
+            left -= 1
             try:
-                await client.delete(CONFIG_MAPS, namespace, name, uid=meta["uid"])
-            except errors.ApiError as error:  # one namespace's webhook or policy, not all others'
+                await self._collect(client, namespace, name)
+            except (errors.ApiError, errors.Unreachable) as error:  # one namespace's webhook or policy, not all others'
                 log.warning("cannot collect it", namespace=namespace, config_map=name, error=str(error))
                 continue
-            del self._unused_since[key]
+            self._unused_since[key] = now  # one that was not ours to delete is not looked at for an hour
         self._present = {namespace for namespace in self._present if self.name in seen[namespace]}
         self._unused_since = {key: t for key, t in self._unused_since.items() if key[1] in seen[key[0]]}
+
+    async def _collect(self, client: Client, namespace: str, name: str) -> None:
+        try:
+            stored = await client.get(CONFIG_MAPS, namespace, name)
+        except errors.NotFound:
+            return
+        digest = stored_digest(stored)
+        if not digest or name != config_map_name(digest) or (name == self.name and digest != self.digest):
+            return  # anybody may set our label and write our name: this is no agent, and not ours to delete
+        log.info("collecting an agent nobody uses", namespace=namespace, config_map=name)
+        if name == self.name:
+            self._present.discard(namespace)
+        await client.delete(CONFIG_MAPS, namespace, name, uid=stored["metadata"]["uid"])
 
     async def restore_missing(self, client: Client, used: Mapping[str, Container[str]]) -> None:
         """Create the ConfigMap again where it is used and the last `collect_garbage` has not found it: new pods wait

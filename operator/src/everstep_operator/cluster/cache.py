@@ -60,8 +60,11 @@ class ObjectCache(Generic[T]):
         keep: Callable[[Mapping[str, Any]], T],
         noticed: Callable[[Key, T | None, T | None], None],
         is_listed: Callable[[T], bool] = lambda value: True,
+        *,
+        is_custom: bool = False,
     ) -> None:
         self.kind = kind
+        self._is_custom = is_custom  # one version of it reads differently under other CRDs
         self.is_listed = is_listed  # whether a list would show it: else that it does not says nothing
         self._keep = keep
         self._noticed = noticed
@@ -87,7 +90,7 @@ class ObjectCache(Generic[T]):
         key, version = object_key(raw), resource_version(raw)
         uid = str((raw.get("metadata") or {}).get("uid") or "")
         old = self._entries.get(key)
-        if old is not None and 0 < version <= old.version:
+        if old is not None and 0 < version <= old.version and not self._reads_differently(raw, version, old):
             return False
         if self._tombstones.covers(uid, version):
             return False
@@ -98,6 +101,9 @@ class ObjectCache(Generic[T]):
         self._entries[key] = CacheEntry(uid, version, value)
         self._noticed(key, old.value if old is not None else None, value)
         return True
+
+    def _reads_differently(self, raw: Mapping[str, Any], version: int, old: CacheEntry[T]) -> bool:
+        return self._is_custom and version == old.version and self._keep(raw) != old.value
 
     def revive(self, raw: Mapping[str, Any]) -> None:
         """Take in an object that was there after it was taken for deleted.
@@ -189,17 +195,20 @@ class ClusterCache:
     pool_changed: Callable[[str], None]
     node_rules: Rules = field(default_factory=lambda: DEFAULT_RULES)  # by which Nodes are read that announce their end
     node_changes: int = 0  # how often what nodes can hold has changed
+    node_view_changes: int = 0  # how often anything of a node has
     own_writes: set[Key] = field(default_factory=set)  # jobs whose status this operator writes at this moment
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
     _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
 
     def __post_init__(self) -> None:
-        self.jobs: ObjectCache[Mapping[str, Any]] = ObjectCache(JOBS.kind, _strip_managed_fields, self._job_noticed)
+        self.jobs: ObjectCache[Mapping[str, Any]] = ObjectCache(
+            JOBS.kind, _strip_managed_fields, self._job_noticed, is_custom=True
+        )
         self.pods: ObjectCache[tuple[str, PodView]] = ObjectCache(
             PODS.kind, _parse_pod, self._pod_noticed, lambda pod: pod[1].listed
         )
         self.pools: ObjectCache[Mapping[str, Any]] = ObjectCache(
-            POOLS.kind, _strip_managed_fields, lambda key, old, new: self.pool_changed(key[1])
+            POOLS.kind, _strip_managed_fields, lambda key, old, new: self.pool_changed(key[1]), is_custom=True
         )
         self.nodes: ObjectCache[NodeView] = ObjectCache(
             NODES.kind, lambda raw: parse_node(raw, self.node_rules), self._node_noticed
@@ -236,6 +245,7 @@ class ClusterCache:
         if old is None or new is None or old.capacity != new.capacity:
             self.node_changes += 1
         if old != new:  # a kubelet writes its node's status every few minutes, to say nothing new
+            self.node_view_changes += 1
             for job in self.jobs_on(key[1]):
                 self.touched(job)
 

@@ -42,6 +42,11 @@ class ListPage(NamedTuple):
 FIELD_MANAGER = "everstep-operator"
 _ATTEMPTS = 5
 _RETRY_AFTER_MAX = 30.0
+# Objects on one page of a list. Whoever may create them decides how large they are, up to 1.5 MiB each.
+PAGE = 100
+_JSON = "application/json"
+_APPLY = "application/apply-patch+yaml"  # JSON is YAML, and every server with server-side apply knows this type
+_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 async def load_credentials(kubeconfig: str | None = None) -> Configuration:
@@ -107,7 +112,8 @@ class Client:
         *,
         labels: str | None = None,
         fields: str | None = None,
-        page: int = 250,
+        page: int = PAGE,
+        metadata_only: bool = False,
     ) -> AsyncIterator[ListPage]:
         """Yield all objects, page by page.
 
@@ -117,6 +123,7 @@ class Client:
             labels: A label selector.
             fields: A field selector.
             page: Most objects on a page.
+            metadata_only: Whether no more of each object is wanted than its metadata.
 
         Raises:
             Gone: The server has compacted the pages away: start over.
@@ -127,7 +134,10 @@ class Client:
             query += [("labelSelector", labels)] if labels else []
             query += [("fieldSelector", fields)] if fields else []
             query += [("continue", token)] if token else []
-            answer = await self._send_with_retries("list", resource, "GET", resource.path(namespace), query)
+            accept = _METADATA_LIST if metadata_only else _JSON
+            answer = await self._send_with_retries(
+                "list", resource, "GET", resource.path(namespace), query, accept=accept
+            )
             meta = answer.get("metadata") or {}
             yield ListPage(answer.get("items") or [], int(meta.get("resourceVersion") or 0))
             token = meta.get("continue") or ""
@@ -198,7 +208,8 @@ class Client:
         body: ApiObject | None = None,
         *,
         sub: str = "",
-        kind: str = "application/json",
+        kind: str = _JSON,
+        accept: str = _JSON,
         blind: bool = True,
     ) -> ApiObject:
         """Send a request, again while that can help. `blind`: it may be repeated although it may have been
@@ -219,7 +230,9 @@ class Client:
         )
         async for attempt in retrying:
             with attempt:
-                return await self._send_once(verb, resource, method, path, query, body, sub=sub, kind=kind)
+                return await self._send_once(
+                    verb, resource, method, path, query, body, sub=sub, kind=kind, accept=accept
+                )
         raise AssertionError("tenacity re-raises")
 
     async def _send_once(
@@ -232,21 +245,30 @@ class Client:
         body: ApiObject | None = None,
         *,
         sub: str = "",
-        kind: str = "application/json",
+        kind: str = _JSON,
+        accept: str = _JSON,
     ) -> ApiObject:
         what = f"{resource.plural}/{sub}" if sub else resource.plural
         if method != "GET" and resource != LEASES:
             self.may_write()
         self.used.add((verb, resource.group, what))
         try:
-            return await self._send(verb, what, method, path, query, body, kind)
+            return await self._send(verb, what, method, path, query, body, kind, accept)
         except errors.Unauthorized:
             if not await self._login_again():
                 raise
-            return await self._send(verb, what, method, path, query, body, kind)
+            return await self._send(verb, what, method, path, query, body, kind, accept)
 
     async def _send(
-        self, verb: str, what: str, method: str, path: str, query: Any, body: ApiObject | None, kind: str
+        self,
+        verb: str,
+        what: str,
+        method: str,
+        path: str,
+        query: Any,
+        body: ApiObject | None,
+        kind: str,
+        accept: str = _JSON,
     ) -> ApiObject:
         started, asked_at = time.monotonic(), self.clock.steady()
         code = "error"
@@ -255,7 +277,7 @@ class Client:
                 path,
                 method,
                 query_params=list(query),
-                header_params={"Accept": "application/json", "Content-Type": kind},
+                header_params={"Accept": accept, "Content-Type": kind},
                 body=body,
                 auth_settings=["BearerToken"],
                 _preload_content=False,
@@ -285,9 +307,6 @@ class Client:
         self.configuration.refresh_api_key_hook = fresh.refresh_api_key_hook
         log.info("logged in again")
         return True
-
-
-_APPLY = "application/apply-patch+yaml"  # JSON is YAML, and every server with server-side apply knows this type
 
 
 def _retry_delay(state: tenacity.RetryCallState) -> float:

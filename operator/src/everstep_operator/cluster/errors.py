@@ -76,6 +76,10 @@ class ServerError(ApiError):
     """5xx: may or may not have been processed."""
 
 
+class Undeclared(ApiError):
+    """500 of an apply that has fields of which the CRD knows nothing. Nothing was stored."""
+
+
 class WebhookUnavailable(ApiError):
     """500 in the name of an admission webhook that cannot be reached, or does not answer in time.
 
@@ -121,6 +125,7 @@ class AgentGone(NotOurs):
 _BY_RBAC = re.compile(r'User "[^"]*" cannot \w+ (resource|path)')
 # A webhook chooses the code of its denial freely; the API server puts these words before its message.
 _BY_WEBHOOK = re.compile(r'admission webhook "[^"]*" denied the request')
+_UNDECLARED = re.compile(r": field not declared in schema")
 _WITHOUT_WEBHOOK = re.compile(r"failed calling webhook")
 # Of etcd, and of the connection to it.
 _BY_ETCD = re.compile(r"etcdserver: request is too large|message larger than max")
@@ -162,6 +167,8 @@ def from_status(code: int, status: Any, *, retry_after: float | None = None) -> 
         return Conflict(code, reason, message)
     if code >= 500 and _BY_ETCD.search(message):
         return TooLarge(code, reason, message)
+    if code >= 500 and _UNDECLARED.search(message):
+        return Undeclared(code, reason, message)
     if code >= 500 and _WITHOUT_WEBHOOK.search(message):
         return WebhookUnavailable(code, reason, message)
     kind = _BY_CODE.get(code, ServerError if code >= 500 else ApiError)

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep_operator.cluster import errors
+from everstep_operator.cluster.admitted_pods import AdmittedPods
 from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import NODES
+from everstep_operator.plan.affinity import count_rule_terms
 from everstep_operator.plan.node_capacity import NodeCapacity, count_places
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import PodView
@@ -26,6 +28,12 @@ BURST_SECONDS = 4.0  # which may be used up at once: in most clusters nothing is
 # A count waits no more than so many times as long as it takes to make up for the others. Jobs look together and in
 # one order, so by `BURST_SECONDS` alone the last ones would never be counted again.
 MAX_WAIT_FACTOR = 10.0
+# A count is one step of the event loop, from which the operator's Lease is renewed. All of a cluster's nodes against
+# rules of thousands of terms would be one of minutes: of such a set nobody knows how many pods could be placed.
+MAX_TERMS_TIMES_NODES = 1_000_000
+TERMS_OF_A_NODE = 50  # cost as much as to look at one more node
+# Seconds in which a node that was not found is not asked for again, though no pod is on it: pods may be kept from it.
+KEEP_GONE_SECONDS = 60.0
 
 
 @dataclass
@@ -38,7 +46,10 @@ class NodeDirectory:
     _paid_until: float = float("-inf")  # by `timer`: when what was counted is made up for
     _gone: dict[str, float] = field(default_factory=dict)  # since when, by our clock
     # By job: what its count was made from, the count, and when (by `timer`) it was made.
-    _places: dict[Key, tuple[tuple[int, str, int, int], int, float]] = field(default_factory=dict)
+    _places: dict[Key, tuple[tuple[int, str, int, int, str], int | None, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.admitted = AdmittedPods(self.client)
 
     async def find_nodes_under(self, pods: Iterable[PodView], also: Iterable[str] = ()) -> dict[str, NodeView]:
         """Return every node that one of these pods is bound to, or that keeps away from it one that has no node yet, by
@@ -63,21 +74,27 @@ class NodeDirectory:
             wanted: How many pods the job wants: no more are counted.
 
         Returns:
-            The count, or None while no node is known.
+            The count; None while no node is known, or where it would take too long.
         """
         if not len(self.cache.nodes):
             return None
-        made_from = (self.cache.node_changes, uid, template, wanted)
+        admitted = self.admitted.get(job, uid, template)
+        made_from = (self.cache.node_changes, uid, template, wanted, admitted.text if admitted is not None else "")
         known = self._places.get(job)
         if known is not None and known[0] == made_from:
             return known[1]
         if known is not None and known[0][1:] == made_from[1:] and not self._may_count_again(known[2]):
             return known[1]
+        if admitted is not None:
+            pod = {**pod, "spec": {**pod["spec"], **admitted.spec}}
         before = self.examined
-        labels = build_shared_labels(pod, job[1], template)
-        places = count_places(pod, self._list_capacities(), enough=wanted, labels=labels, namespace=job[0])
+        labels, terms = build_shared_labels(pod, job[1], template), count_rule_terms(pod.get("spec") or {})
+        places = None
+        if terms * len(self.cache.nodes) <= MAX_TERMS_TIMES_NODES:
+            places = count_places(pod, self._list_capacities(), enough=wanted, labels=labels, namespace=job[0])
         now = self.timer()
-        self._paid_until = max(self._paid_until, now - BURST_SECONDS) + (self.examined - before) / NODES_A_SECOND
+        cost = (self.examined - before) * (1 + terms / TERMS_OF_A_NODE) / NODES_A_SECOND
+        self._paid_until = max(self._paid_until, now - BURST_SECONDS) + cost
         self._places[job] = (made_from, places, now)
         return places
 
@@ -92,8 +109,9 @@ class NodeDirectory:
                 yield node.capacity
 
     def forget(self, job: Key) -> None:
-        """Drop what was counted for a job that waits no more."""
+        """Drop what is known of a job that waits no more."""
         self._places.pop(job, None)
+        self.admitted.forget(job)
 
     def _get_known_node(self, name: str) -> NodeView | None:
         entry = self.cache.nodes.get(("", name))
@@ -107,6 +125,11 @@ class NodeDirectory:
         try:
             self.cache.nodes.put(await self.client.get(NODES, None, name))
         except errors.NotFound:
-            # What nobody's pods are on any more is of no interest.
-            self._gone = {other: since for other, since in self._gone.items() if self.cache.jobs_on(other)}
-            self._gone[name] = self.clock()
+            now = self.clock()
+            # What nobody's pods are on any more is soon of no interest.
+            self._gone = {
+                other: since
+                for other, since in self._gone.items()
+                if self.cache.jobs_on(other) or since > now - KEEP_GONE_SECONDS
+            }
+            self._gone[name] = now

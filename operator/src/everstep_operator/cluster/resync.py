@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 FINISHED_PHASES = ("Succeeded", "Failed")
 MAX_TRIES = 3
+_KEPT = ("namespace", "name", "uid")  # of the metadata of agents' ConfigMaps
 EVENT_DELAY_SECONDS = 1.0  # seconds that an event may take: the watch gathers what comes within a tenth of a second
 
 
@@ -178,8 +179,9 @@ class Resync:
         for place in self.namespaces or (None,):
             if place in self.forbidden:
                 continue
-            async for page in self.client.list(CONFIG_MAPS, place, labels=agent_code.AGENT_LABEL):
-                found += page.items
+            # There is one of 400 KiB in each namespace, and anybody may set our label on more.
+            async for page in self.client.list(CONFIG_MAPS, place, labels=agent_code.AGENT_LABEL, metadata_only=True):
+                found += ({"metadata": {k: item["metadata"].get(k) for k in _KEPT}} for item in page.items)
         used = self._agents_in_use()
         await self.agent.collect_garbage(self.client, found, used, time.monotonic())
         await self.agent.restore_missing(self.client, used)

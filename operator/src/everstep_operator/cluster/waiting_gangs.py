@@ -43,7 +43,7 @@ class WaitingGangs:
         waiting: dict[Key, TrainingJob] = {}
         for key, raw in cache.jobs.items():
             try:
-                job = TrainingJob.parse(raw)
+                job = TrainingJob.parse_stored(raw)
             except ValidationError:
                 continue  # nobody plans for it, so nobody may wait for it
             if view_waiting_gang(job, cache.pods_of(key)) is not None:

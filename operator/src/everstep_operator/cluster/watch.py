@@ -24,6 +24,7 @@ import structlog
 from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
+from everstep_operator.cluster.client import PAGE
 from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.plan.labels import LABEL_JOB
@@ -229,7 +230,7 @@ def _make_settings() -> kopf.OperatorSettings:
     settings.watching.server_timeout = SERVER_TIMEOUT
     settings.watching.connect_timeout = 10
     # 5,000 pods in one list are 300 MiB for a moment. That a compacted page (410) ends kopf is no loss here.
-    settings.watching.chunk_size = 250
+    settings.watching.chunk_size = PAGE
     settings.watching.label_selectors["", "v1", "pods"] = POD_SELECTOR
     settings.networking.request_timeout = 30
     settings.networking.error_backoffs = (0.2, 0.5, 1, 2)  # then it ends, and is started again with a list

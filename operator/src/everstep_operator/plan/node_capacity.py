@@ -111,15 +111,39 @@ def _count_node_places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, 
 
 
 def _sum_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    total: dict[str, Decimal] = {"pods": Decimal(1)}
+    """Return what the scheduler reserves for a pod (k8s.io/component-helpers/resource, PodRequests).
+
+    Containers run together, with the init containers that go on beside them (sidecars); other init containers run
+    before, one after the other, beside the sidecars that were started by then.
+    """
+    together: dict[str, Decimal] = {}
+    sidecars: dict[str, Decimal] = {}
+    before: dict[str, Decimal] = {}
+    for container in spec.get("initContainers") or ():
+        requests = _read_requests(container.get("resources"))
+        if container.get("restartPolicy") == "Always":
+            sidecars = _add_amounts(sidecars, requests)
+            requests = sidecars
+        else:
+            requests = _add_amounts(sidecars, requests)
+        before = {name: max(before.get(name, Decimal(0)), amount) for name, amount in (before | requests).items()}
     for container in spec.get("containers") or ():
-        resources = container.get("resources") or {}
-        # The API server takes a limit for the request where only the limit is given.
-        for name, amount in _parse_amounts(
-            {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-        ).items():
-            total[name] = total.get(name, Decimal(0)) + amount
+        together = _add_amounts(together, _read_requests(container.get("resources")))
+    together = _add_amounts(together, sidecars)
+    total = {name: max(before.get(name, Decimal(0)), amount) for name, amount in (before | together).items()}
+    total |= _read_requests(spec.get("resources"))  # of the pod as a whole, where it says so
+    total = {**_add_amounts(total, _parse_amounts(spec.get("overhead"))), "pods": Decimal(1)}
     return {name: amount for name, amount in total.items() if amount > 0}
+
+
+def _read_requests(resources: Any) -> dict[str, Decimal]:
+    """Return what is requested. The API server takes a limit for the request where only the limit is given."""
+    given = resources or {}
+    return _parse_amounts({**(given.get("limits") or {}), **(given.get("requests") or {})})
+
+
+def _add_amounts(left: Mapping[str, Decimal], right: Mapping[str, Decimal]) -> dict[str, Decimal]:
+    return {name: left.get(name, Decimal(0)) + right.get(name, Decimal(0)) for name in left.keys() | right.keys()}
 
 
 def _tolerates_all(tolerations: Iterable[Mapping[str, Any]], taints: Taints) -> bool:

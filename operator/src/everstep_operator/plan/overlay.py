@@ -58,12 +58,16 @@ def _merge_lists(name: str, base: list[Any], over: list[Any]) -> list[Any]:
     if key is None:
         return list(over)
     merged: dict[Any, Any] = {_merge_key(item, key, number): item for number, item in enumerate(base)}
+    ours = set(merged)
     for number, item in enumerate(over, len(base)):
         at = _merge_key(item, key, number)
-        if name in _REPLACED or at not in merged:
-            merged[at] = item
+        if at in ours:
+            merged[at] = item if name in _REPLACED else {**merge_overlay(merged[at], item), key: merged[at][key]}
+            ours.discard(at)
         else:
-            merged[at] = {**merge_overlay(merged[at], item), key: merged[at][key]}
+            # The user's own items are not merged with each other: one port may be of two protocols, and one key of
+            # two spread constraints.
+            merged[at if at not in merged else ("again", number)] = item
     return list(merged.values())
 
 

@@ -145,16 +145,11 @@ def _handle_rejection(s: PlanContext) -> Decision | None:
     return _wait_while_blocked(s, refused)
 
 
-_BLOCKING = {
-    "Quota": Reason.QUOTA_EXCEEDED,
-    "Conflict": Reason.NAME_CONFLICT,
-    "Invalid": Reason.ADMISSION_REJECTED,
-    "Webhook": Reason.ADMISSION_REJECTED,
-}
+_BLOCKING = {"Quota": Reason.QUOTA_EXCEEDED, "Conflict": Reason.NAME_CONFLICT}  # all others: by admission
 
 
 def _wait_while_blocked(s: PlanContext, refused: Rejection) -> Decision:
-    reason = _BLOCKING.get(refused.kind, Reason.NOT_PERMITTED)
+    reason = _BLOCKING.get(refused.kind, Reason.ADMISSION_REJECTED)
     phase = Phase.RESTARTING if s.phase in RUN_PHASES else Phase.PENDING
     waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in gang.STALLING_REASONS)
     return waiting.requeue_at(s.now + pod_creation.BLOCKED_RETRY_SECONDS)
@@ -178,7 +173,7 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
     """Resolve the whole set from a new template: at the first start, in plain mode, in the next pool."""
     if s.template is None:
         return _resolve_template(s, Reason.CREATED)
-    if s.phase not in FORMING_PHASES:
+    if s.phase not in FORMING_PHASES or s.job.unknown_fields:
         return None
     if not s.plain and (found := plain_mode.find_agent_obstacle(s.current.values())) is not None:
         reason, said = found
@@ -194,6 +189,9 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
 
 
 def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
+    if s.job.unknown_fields:
+        waiting = Decision(Phase.PENDING, Reason.UNKNOWN_FIELDS, pod_creation.describe_unknown_fields(s), stalled=True)
+        return waiting.with_actions(pod_replacement.make_deletion(s.observed.ours, reason))
     choice = pool_selection.select_first_pool(s)
     if choice.problem is not None and choice.problem[0] is Reason.NAMESPACE_NOT_ALLOWED:
         # Every pool that the job names exists and refuses it: nothing that will be here soon changes that.

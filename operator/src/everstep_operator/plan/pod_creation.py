@@ -75,6 +75,11 @@ def create_missing_pods(s: PlanContext, decision: Decision) -> Decision:
         return decision.requeue_at(until)
     frozen = s.observed.frozen
     if frozen is None or frozen.epoch != s.template.epoch:
+        if s.job.unknown_fields or (s.pool is not None and s.pool.unknown_fields):
+            waiting = decision.with_fields(
+                reason=Reason.UNKNOWN_FIELDS, message=describe_unknown_fields(s), stalled=True
+            )
+            return waiting.requeue_at(s.now + BLOCKED_RETRY_SECONDS)
         if s.template.pool and s.pool is None:
             # Without it nobody knows where its pods belong: they would be made for any node.
             message = (
@@ -98,6 +103,14 @@ def create_missing_pods(s: PlanContext, decision: Decision) -> Decision:
         epoch += 1
         decision = decision.with_fields(epoch=epoch, generation=0)
     return decision.with_actions(*_make_creation_actions(s, frozen, indices, epoch))
+
+
+def describe_unknown_fields(s: PlanContext) -> str:
+    """Return a message about a job of which no template can be resolved, because nobody knows what it says."""
+    fields = [*s.job.unknown_fields]
+    if s.pool is not None and s.pool.unknown_fields:
+        fields += [f"{name} of TrainingPool {s.pool.metadata.name!r}" for name in s.pool.unknown_fields]
+    return f"{', '.join(fields)}: {Reason.UNKNOWN_FIELDS.meaning}"
 
 
 def has_pod_creation(decision: Decision) -> bool:

@@ -52,10 +52,13 @@ def _select_from(s: PlanContext, names: list[str]) -> PoolSelection:
         elif not pool.allows(namespace):
             text = f"TrainingPool {name!r} does not allow the namespace {namespace!r}"
             problems.append((Reason.NAMESPACE_NOT_ALLOWED, text))
+        elif pool.unknown_fields:
+            text = f"TrainingPool {name!r} has {', '.join(pool.unknown_fields)}: {Reason.UNKNOWN_FIELDS.meaning}"
+            problems.append((Reason.UNKNOWN_FIELDS, text))
         else:
             return PoolSelection(pool)
     # A pool that does not exist may come yet (GitOps applies in any order); one that refuses has decided.
-    problems.sort(key=lambda problem: problem[0] is not Reason.POOL_NOT_FOUND)
+    problems.sort(key=lambda problem: problem[0] is Reason.NAMESPACE_NOT_ALLOWED)
     return PoolSelection(problem=problems[0]) if problems else PoolSelection()
 
 

@@ -9,6 +9,8 @@ from everstep_operator.plan.actions import DeleteStaleObjects
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.plan_context import PlanContext
 
+_UNRESOLVED = frozenset({Reason.POOL_NOT_FOUND.value, Reason.UNKNOWN_FIELDS.value})
+
 
 def suspend_job(s: PlanContext) -> Decision:
     """Delete all pods with their grace; the job is suspended once they are gone."""
@@ -47,13 +49,13 @@ def is_resuming(s: PlanContext) -> bool:
         return True
     if s.phase is Phase.SUSPENDED:
         return True
-    if s.phase is Phase.PENDING and s.open is not None and s.open.reason == Reason.POOL_NOT_FOUND:
-        return s.template is not None  # it was to be resolved anew, and had no pool to be resolved for
+    if s.phase is Phase.PENDING and s.open is not None and s.open.reason in _UNRESOLVED:
+        return s.template is not None  # it was to be resolved anew, and could not be
     return s.phase is Phase.STOPPING and s.open is not None and s.open.reason == Reason.SUSPENDED
 
 
 def _is_edited(s: PlanContext) -> bool:
     """Tell whether the pods would be built from something else: a suspension came and went while nobody looked."""
-    if s.template is None or s.template.spec_hash in ("", s.spec.pods_hash()):
+    if s.template is None or s.job.unknown_fields or s.template.spec_hash in ("", s.spec.pods_hash()):
         return False
     return s.template.spec_hash != s.spec.legacy_pods_hash()

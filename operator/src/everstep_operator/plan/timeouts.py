@@ -76,7 +76,7 @@ def _runtime_deadline(s: PlanContext, limit: float) -> float | None:
 
 
 def _pending_deadline(s: PlanContext, limit: float, startup: float) -> float | None:
-    if (rejected := _rejected_until(s)) is None:
+    if s.job.unknown_fields or (rejected := _rejected_until(s)) is None:
         return None
     if s.phase in (Phase.PENDING, Phase.SCHEDULING) and not s.all_bound:
         return max(waiting_since(s), rejected) + limit
@@ -87,13 +87,14 @@ def _pending_deadline(s: PlanContext, limit: float, startup: float) -> float | N
 
 
 def _rejected_until(s: PlanContext) -> float | None:
-    """Return when a replacement of a job that has run was last rejected, which is no lack of capacity; None: it is
-    now."""
-    if not s.has_run or s.open is None:
+    """Return when the job last waited for something else than capacity: an operator that knows its fields, or, if it
+    has run, the admission of a replacement. None: it does now."""
+    if s.open is None:
         return 0.0
-    if s.open.reason in _REJECTED:
+    reasons = (Reason.UNKNOWN_FIELDS.value, *(_REJECTED if s.has_run else ()))
+    if s.open.reason in reasons:
         return None
-    ends = [t.end.timestamp() for t in s.status.transitions if t.reason in _REJECTED and t.end is not None]
+    ends = [t.end.timestamp() for t in s.status.transitions if t.reason in reasons and t.end is not None]
     return max(ends, default=0.0)
 
 

@@ -98,6 +98,8 @@ class LeaderState:
             times.append(self._backoff_until)
         if self.phase == STOPPING and self._current:
             times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE_SECONDS]
+        if self._current and self._current.launcher_deadline is not None:
+            times.append(self._current.launcher_deadline)
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
         if self.phase == RUNNING and (hang := self.hangs.due()) is not None:
@@ -251,9 +253,10 @@ class LeaderState:
 
     def tick(self, now: float) -> None:
         slept = now - self._ticked - 2 * self.config.heartbeat
-        if slept > 0:
-            self.hangs.pause(slept)
+        self.hangs.pause(max(0.0, slept))
         self._ticked = max(now, self._ticked)
+        if slept > 0 and self._current:
+            self._current.defer(slept)
         if self.phase != ENDED:
             self._members.ask_dns(now)
             for node in self._members.list_silent(now, slept):
@@ -335,6 +338,13 @@ class LeaderState:
             self._ask_for_checkpoint(now)
         if self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
+        elif current.launcher_deadline is not None and all(
+            # An agent that stood still has yet to tell.
+            members[index].seen >= current.launcher_deadline
+            for index in current.unfinished
+        ):
+            end = protocol.ProcessExit(None, 1, message=current.explain_left_out(), launcher=True)
+            self._fail(now, failure_causes.make_exit_failure(now, 0, end))
         elif self.phase == RUNNING:
             self._look_for_hang(now)
 
@@ -373,7 +383,7 @@ class LeaderState:
         assert current is not None
         nodes = [self._members[i] for i in self._members.busy]
         waiting = [n for n in nodes if not n.unclean and not n.leaving]
-        if waiting and now >= current.stop_deadline:
+        if waiting and now >= current.stop_deadline and not self._stood_still(now):
             for node in waiting:
                 self._members.mark_unclean(node, "the node did not become clean, nor did it say why")
             waiting = []
@@ -422,6 +432,11 @@ class LeaderState:
     def _lose(self, now: float, index: int, why: str) -> None:
         self._members.lose(now, index)
         self._fail(now, failure_causes.GenerationFailure(now, protocol.POD_LOST, index, f"node {index}: {why}"))
+
+    def _stood_still(self, now: float) -> bool:
+        """Tell whether this process was stopped or starved until now: what arrived meanwhile is still to be read, and
+        the next tick defers what is due."""
+        return now - self._ticked > 2 * self.config.heartbeat
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
