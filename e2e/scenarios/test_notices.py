@@ -53,7 +53,7 @@ def trains(name: str, volume: Object) -> Object:
 
 
 def step_of(job: Object) -> int:
-    return int((job["status"].get("progress") or {}).get("step") or 0)
+    return int((job.get("status", {}).get("progress") or {}).get("step") or 0)
 
 
 @needs_own_nodes

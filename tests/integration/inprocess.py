@@ -135,7 +135,7 @@ class Simulation:
             elif pod["status"]["phase"] == "Pending":
                 index = int(meta["name"].rpartition("-")[2])
                 node = self.nodes[index] if self.nodes else "n1"
-                await self.world.run(pod, self.spare if node in parse_pod(pod).avoids else node)
+                await self.world.run(pod, self.spare if self.spare and node in parse_pod(pod).avoids else node)
         zero = next((pod for pod in pods if pod["metadata"]["name"].endswith("-0")), None)
         for uid in [uid for uid in self.leaders if zero is None or uid != zero["metadata"]["uid"]]:
             await self.leaders.pop(uid).stop()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Callable
+
 from everstep.agent.config import AgentConfig
 from everstep.agent.launch.launcher import count_ranks_on_node
 from everstep.agent.ranks import failure_causes
 from everstep.agent.ranks.failure_causes import GenerationFailure
-from everstep.agent.wire.protocol import EndedGeneration, GenerationReport
+from everstep.agent.wire.protocol import EndedGeneration, GenerationReport, ProcessExit
 
 SETTLE_SECONDS = 0.2  # seconds in which the link of a vanished pod breaks after its peers' connections did
 LAUNCHER_SECONDS = 10.0  # seconds after the launcher's end in which the last report of a rank's may come
@@ -53,30 +55,28 @@ class Generation:
                 new.append(failure_causes.make_exit_failure(now, index, end))
         return new
 
-    @property
-    def unfinished(self) -> list[int]:
-        """Return the nodes of which not all ranks have exited with 0."""
-        return sorted(set(range(self._config.num_nodes)) - self._done)
-
-    @property
-    def launcher_deadline(self) -> float | None:
-        """Return when a launcher that has ended well has left ranks out: no report of theirs can come any more from a
-        node that has been heard since."""
-        return None if self.done or self._launcher_ended_at is None else self._launcher_ended_at + LAUNCHER_SECONDS
-
     def defer(self, seconds: float) -> None:
         """Put off what nodes are waited for: for so long, nobody has read what they say."""
         self.stop_deadline += seconds
         if self._launcher_ended_at is not None:
             self._launcher_ended_at += seconds
 
-    def explain_left_out(self) -> str:
-        """Return what a launcher did that exited with 0, though not all ranks have run to their end."""
-        left = self.unfinished
-        return (
+    def find_left_out_ranks(self, now: float, seen: Callable[[int], float]) -> GenerationFailure | None:
+        """Return the failure of a launcher that exited with 0, though not all ranks have run to their end.
+
+        Args:
+            now: Seconds at the leader.
+            seen: Returns when a node was last heard of: one that stood still has yet to tell of its ranks.
+        """
+        left = sorted(set(range(self._config.num_nodes)) - self._done)
+        ended = self._launcher_ended_at
+        if ended is None or not left or any(seen(index) < ended + LAUNCHER_SECONDS for index in left):
+            return None
+        message = (
             f"mpirun exited with code 0, but not all ranks of {len(left)} of {self._config.num_nodes} nodes have run "
             f"and exited with 0 (node {left[0]} for one): look at the options of the job's distribution"
         )
+        return failure_causes.make_exit_failure(now, 0, ProcessExit(None, 1, message=message, launcher=True))
 
     def fail(self, failure: GenerationFailure) -> None:
         if len(self.failures) < MAX_FAILURES or failure.exit is None:

@@ -13,7 +13,7 @@ generation history; ended is final.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Callable
 
 from everstep.agent.config import AgentConfig
@@ -98,8 +98,6 @@ class LeaderState:
             times.append(self._backoff_until)
         if self.phase == STOPPING and self._current:
             times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE_SECONDS]
-        if self._current and self._current.launcher_deadline is not None:
-            times.append(self._current.launcher_deadline)
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
         if self.phase == RUNNING and (hang := self.hangs.due()) is not None:
@@ -237,9 +235,8 @@ class LeaderState:
                 )
         self._advance(now)
 
-    def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
+    def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Sequence[protocol.RankProgress]) -> None:
         if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
-            ranks = tuple(ranks)
             self.hangs.update(now, ranks)
             self.meter.update(now, now + self._wall_offset, ranks)
             if self.checkpoints.update(now + self._wall_offset, (epoch, generation), ranks):
@@ -338,18 +335,15 @@ class LeaderState:
             self._ask_for_checkpoint(now)
         if self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
-        elif current.launcher_deadline is not None and all(
-            # An agent that stood still has yet to tell.
-            members[index].seen >= current.launcher_deadline
-            for index in current.unfinished
-        ):
-            end = protocol.ProcessExit(None, 1, message=current.explain_left_out(), launcher=True)
-            self._fail(now, failure_causes.make_exit_failure(now, 0, end))
+        elif (left_out := current.find_left_out_ranks(now, lambda index: members[index].seen)) is not None:
+            self._fail(now, left_out)
         elif self.phase == RUNNING:
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:
-        if self.hangs.wants_dump(now):
+        if self.pending_checkpoint.holds_training(now, self.generation):
+            self.hangs.excuse(now)
+        elif self.hangs.wants_dump(now):
             self._commands.append(DumpStacks())
         elif (found := self.hangs.find_hang(now)) is not None:
             rank, message = found
@@ -358,9 +352,8 @@ class LeaderState:
 
     def _ask_for_checkpoint(self, now: float) -> None:
         """Hand a request on to ranks that run, and note the checkpoint that was saved for it."""
-        before, trained = self.checkpoints.step, self.meter.generation_step
-        from_step = trained if trained is not None else (before + 1 if before is not None else 0)
-        asked = self.pending_checkpoint.find_untold(now, self.generation, from_step)
+        before = self.checkpoints.step
+        asked = self.pending_checkpoint.find_untold(now, self.generation, self.meter.generation_step, before)
         if asked is not None:
             self._commands.append(AskForCheckpoint(self.generation, asked))
             self._changed()
