@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,3 +65,34 @@ def gangs(cluster: Cluster) -> Iterator[str]:
 def namespace(cluster: Cluster) -> Iterator[str]:
     with cluster.namespace() as name:
         yield name
+
+
+@pytest.fixture
+def volume(cluster: Cluster, namespace: str) -> Iterator[Object]:
+    """Return what a pod template needs for a folder that all nodes share, at /checkpoints."""
+    folder = Path(tempfile.mkdtemp(prefix="everstep-checkpoints-"))
+    folder.chmod(0o777)
+    shape = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": namespace},
+            "spec": {**shape, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(folder)}},
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "checkpoints"},
+            "spec": {**shape, "volumeName": namespace, "resources": {"requests": {"storage": "1Gi"}}},
+        },
+        namespace=namespace,
+    )
+    try:
+        yield {
+            "containers": [{"name": "trainer", "volumeMounts": [{"name": "kept", "mountPath": "/checkpoints"}]}],
+            "volumes": [{"name": "kept", "persistentVolumeClaim": {"claimName": "checkpoints"}}],
+        }
+    finally:
+        cluster.kubectl("delete", "persistentvolume", namespace, "--wait=false", check=False)
+        shutil.rmtree(folder, ignore_errors=True)

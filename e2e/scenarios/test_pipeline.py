@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,37 +42,6 @@ for step in range(1, int(sys.argv[1]) + 1):
     if rank == 0 and step % 10 == 0:
         print(f'step {{step}}/{STEPS} loss {{mean.item() / world:.4f}}', flush=True)
 """
-
-
-@pytest.fixture
-def volume(cluster: Cluster, namespace: str) -> Iterator[Object]:
-    """Return what a pod template needs for a folder that all nodes share, at /checkpoints."""
-    folder = Path(tempfile.mkdtemp(prefix="everstep-checkpoints-"))
-    folder.chmod(0o777)
-    shape = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": namespace},
-            "spec": {**shape, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(folder)}},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "checkpoints"},
-            "spec": {**shape, "volumeName": namespace, "resources": {"requests": {"storage": "1Gi"}}},
-        },
-        namespace=namespace,
-    )
-    try:
-        yield {
-            "containers": [{"name": "trainer", "volumeMounts": [{"name": "kept", "mountPath": "/checkpoints"}]}],
-            "volumes": [{"name": "kept", "persistentVolumeClaim": {"claimName": "checkpoints"}}],
-        }
-    finally:
-        cluster.kubectl("delete", "persistentvolume", namespace, "--wait=false", check=False)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def losses(output: str) -> dict[int, float]:

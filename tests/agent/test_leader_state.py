@@ -53,6 +53,43 @@ def test_mpi_succeeds_only_with_its_launcher() -> None:
     assert bench.ends()[0].outcome.result == "succeeded"
 
 
+def test_a_launcher_that_ended_well_is_waited_for_no_longer_than_a_report_takes() -> None:
+    """Ranks that it did not start will never tell of an end, nor of a start."""
+    bench = Bench(distribution="mpi").join_all()
+    bench.report(0, [ProcessExit(0, 0), ProcessExit(1, 0), ProcessExit(None, 0, launcher=True)])
+    bench.later(9.0)
+    assert bench.phase == "starting"
+    bench.later(1.1).clean().later(0.5)
+    assert bench.history == [("1.1", "Application", 0)]
+    assert "node 1 for one" in bench.leader.budget.history[0].message
+
+
+def test_a_node_that_is_silent_when_a_launcher_ends_is_waited_for() -> None:
+    """A frozen machine or a slow network: that all of its ranks have ended well, it has yet to tell."""
+    bench = running(distribution="mpi")
+    bench.report(0, [ProcessExit(0, 0), ProcessExit(1, 0), ProcessExit(None, 0, launcher=True)])
+    for _ in range(30):
+        bench.now += 1.0
+        bench.leader.note_sign_of_life(bench.now, 0)
+        bench.leader.tick(bench.now)
+    assert bench.phase == "running"
+    bench.report(1, [ProcessExit(2, 0), ProcessExit(3, 0)])
+    assert bench.ends()[0].outcome.result == "succeeded"
+
+
+def test_a_leader_that_stood_still_while_ranks_stopped_reads_first_who_is_clean() -> None:
+    """Else the nodes of all reports that waited meanwhile would be called unclean, and their pods be replaced."""
+    bench = running().fail(1, 3)
+    bench.now += 120.0
+    bench.clean(0)
+    assert bench.leader.state()["unclean"] == []
+    bench.leader.tick(bench.now)
+    bench.clean(1)
+    assert (bench.phase, bench.leader.generation) == ("starting", 2)
+    bench.run().fail(1, 3).later(5 + 45 + 1)
+    assert [node["index"] for node in bench.leader.state()["unclean"]] == [0, 1]
+
+
 def test_a_failed_rank_restarts_all_in_place_at_once() -> None:
     bench = running().fail(1, 3)
     (stop,) = bench.stops()

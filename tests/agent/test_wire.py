@@ -23,6 +23,7 @@ ENDPOINTS = [
     ("POST", "/v1/peers", b'{"epoch": 1, "addresses": {}}'),
     ("POST", "/v1/announce", b'{"epoch": 1, "index": 1, "uid": "u", "address": "10.0.0.1:1"}'),
     ("POST", "/v1/stop", b'{"reason": "evil"}'),
+    ("POST", "/v1/checkpoint", b'{"epoch": 1, "id": "n1", "deadline": 60}'),
     ("POST", "/v1/link", b'{"epoch": 9, "index": 0, "uid": "job-uid"}'),
     ("GET", "/v1/nothing", b""),
 ]

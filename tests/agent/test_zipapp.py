@@ -56,6 +56,21 @@ def test_the_exit_code_that_means_unusable_is_not_passed_on(tmp_path: Path) -> N
         assert (job.word(0)["result"], job.word(0)["exitCode"]) == ("failed", 120)
 
 
+def test_a_script_that_ends_every_python_by_its_name_does_not_end_its_agent(tmp_path: Path) -> None:
+    """`pkill python` as the first line of a script, against what an earlier run may have left."""
+    told = tmp_path / "name"
+    with Laptop(tmp_path, ["sh", "-c", f"cat /proc/$PPID/comm > {told}"], nodes=1) as job:
+        assert job.exit_codes() == [0]
+        assert told.read_text() == "everstep-agent\n"
+
+
+def test_agents_of_one_machine_listen_on_its_loopback_alone(tmp_path: Path) -> None:
+    with Laptop(tmp_path, ["sleep", "600"], nodes=1) as job:
+        job.client()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", job.ports[0]), timeout=10)
+
+
 def test_the_users_own_failure_file_wins(tmp_path: Path) -> None:
     failure = tmp_path / "node-0/ml/output/failure"
     command = ["sh", "-c", f'printf "my own words" > {failure}; exit 1']

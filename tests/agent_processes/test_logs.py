@@ -98,6 +98,27 @@ async def test_a_blocked_log_never_blocks_a_rank_and_says_what_it_lost(tmp_path:
     assert len(kept) + lost == 400_000
 
 
+async def test_a_slow_reader_gets_the_last_lines_of_a_long_log(tmp_path: Path) -> None:
+    """They say why a rank failed. `everstep run` reads some megabytes a second, and an agent ends in less than that."""
+    reader, writer = os.pipe()
+    script = "import sys\nfor i in range(60_000): sys.stdout.write(f'{i:099d}\\n')\n"
+    async with Node(tmp_path, [sys.executable, "-c", script], stdout=writer) as node:
+        os.close(writer)
+        collected = bytearray()
+
+        def read_slowly() -> None:
+            while data := os.read(reader, 1 << 16):
+                collected.extend(data)
+                time.sleep(0.04)
+
+        await node.start()
+        await node.exits(1)
+        reading = asyncio.get_running_loop().run_in_executor(None, read_slowly)
+    await asyncio.wait_for(reading, 60)
+    os.close(reader)
+    assert collected.decode().splitlines()[-1] == f"{59_999:099d}"
+
+
 async def test_eight_ranks_of_ten_thousand_lines_a_second_cost_little(tmp_path: Path) -> None:
     seconds = 2
     script = (

@@ -202,6 +202,82 @@ async def test_an_unknown_mpirun_is_explained(tmp_path: Path, agent: Path) -> No
         assert "the image's mpirun is not supported: mpirun of another kind 1.0" in event["message"]
 
 
+def pretend_mpirun(folder: Path, daemon: str) -> dict[str, str]:
+    """An mpirun that runs the rest of its command as its only rank, with these variables of its daemon's."""
+    program = folder / "mpirun"
+    program.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo "mpirun (Open MPI) 4.1.6"\n'
+        f'while [ "$1" != {shlex.quote(sys.executable)} ]; do shift; done\n'
+        f'{daemon} "$@"\n'
+    )
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("number", ["1", "3"])
+async def test_an_option_that_counts_ranks_is_ignored_or_ends_the_generation(
+    tmp_path: Path, agent: Path, mpi_program: Path, number: str
+) -> None:
+    """Open MPI 4 takes the last of two `-np`, 5 the first one, and MPICH neither. Nobody would ever start the ranks
+    that are left out, and the job would wait for them."""
+    async with job(tmp_path, agent, [str(mpi_program), "pause"], options=["-np", number]) as members:
+        await start(members)
+
+        def ends() -> list[Event]:
+            return [event for node in members for event in node.all("LauncherExited")]
+
+        def started() -> set[int]:
+            return {event["rank"] for node in members for event in node.all("RankStarted")}
+
+        await members[0].until(lambda: ends() or len(started()) == 4, "an end, or all ranks")
+        if ends():
+            assert ends()[0]["exit_code"] != 0
+            assert "np" in ends()[0]["message"] + " ".join(ends()[0]["log_tail"])
+            assert not started()
+        await stop(members)
+
+
+@pytest.mark.parametrize(
+    ("daemon", "said"),
+    [
+        ("OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_SIZE=1", "mpirun starts 1 ranks, and the job has 2"),
+        ("PMI_SIZE=8 MPI_LOCALNRANKS=2", "mpirun starts 8 ranks, and the job has 2"),
+        ("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1", "mpirun starts 1 ranks on one node, and the job has 2"),
+    ],
+)
+async def test_ranks_that_are_not_the_jobs_are_told_by_their_numbers(
+    tmp_path: Path, agent: Path, daemon: str, said: str
+) -> None:
+    environ = pretend_mpirun(tmp_path, f"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 {daemon} exec")
+    async with job(tmp_path, agent, ["true"], nodes=1, environ=environ) as members:
+        await start(members)
+        event = await members[0].event("LauncherExited")
+        assert said in event["message"]
+        assert "-np" in event["message"]
+
+
+def test_a_launcher_that_ends_well_without_some_ranks_ends_the_generation(tmp_path: Path) -> None:
+    """One that does not tell how many there are, or whose options run another program in the place of some."""
+    environ = pretend_mpirun(tmp_path, "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 exec")
+    restart, mpi = {"application": 0, "maxBackoffSeconds": 0}, {"kind": "mpi", "options": []}
+    job = Laptop(tmp_path / "job", ["true"], environ=environ, distribution=mpi, restart=restart)
+    with job:
+        outcome = job.until(lambda s: s["outcome"])["outcome"]
+        assert outcome["result"] == "failed"
+        assert "mpirun exited with code 0, but not all ranks of 1 of 2 nodes have run" in outcome["message"]
+
+
+async def test_ranks_run_in_a_folder_whose_name_has_blanks_and_colons(
+    tmp_path: Path, agent: Path, mpi_program: Path
+) -> None:
+    """As that of a run on a laptop: Open MPI splits the name of its rsh at either."""
+    async with job(tmp_path / "my runs: first", agent, [str(mpi_program)]) as members:
+        await start(members)
+        launcher = await members[0].event("LauncherExited")
+        assert (launcher["exit_code"], launcher["message"]) == (0, "")
+        await stop(members)
+
+
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI here")
 async def test_mpiruns_own_complaint_is_its_message(tmp_path: Path, agent: Path) -> None:
     async with job(tmp_path, agent, ["true"], nodes=1, options=["--no-such-option"]) as members:
@@ -265,14 +341,7 @@ async def test_pods_need_no_name_resolution(
 
 async def test_a_rank_that_has_no_room_for_its_pipe_is_not_the_applications_fault(tmp_path: Path, agent: Path) -> None:
     """Nor does it wait for ever: what MPI starts for it hears nothing of an exception in the agent."""
-    program = tmp_path / "mpirun"
-    program.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exec echo "mpirun (Open MPI) 4.1.6"\n'
-        f'while [ "$1" != {shlex.quote(sys.executable)} ]; do shift; done\n'
-        'OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 exec "$@"\n'
-    )
-    program.chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ = pretend_mpirun(tmp_path, "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 exec")
     async with job(tmp_path, agent, ["true"], nodes=1, environ=environ) as members:
         blocked = members[0].folder / "run/progress"
         blocked.touch()

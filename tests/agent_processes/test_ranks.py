@@ -51,6 +51,7 @@ async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, p
     assert {name: env.get(name) for name in expected} == expected
     assert not [name for name in env if name.startswith("EVERSTEP_POD") or name == "EVERSTEP_INDEX"]
     assert env["EVERSTEP_PROGRESS"].endswith("/progress/1")
+    assert env["EVERSTEP_CHECKPOINT_REQUEST"].endswith("/run/checkpoint-request.json")
 
 
 @pytest.mark.parametrize("distribution", ["torch", "none"])
@@ -85,6 +86,30 @@ async def test_none_runs_the_command_once_per_node_with_torchruns_variables(tmp_
         assert len(node.all("RankStarted")) == 1
         text = (tmp_path / "env-1").read_text().splitlines()
     assert {"PET_NNODES=2", "PET_NODE_RANK=1", "PET_NPROC_PER_NODE=4", "PET_MASTER_PORT=29500"} <= set(text)
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+async def test_a_torchrun_in_the_place_of_a_rank_is_one_node_of_the_job(tmp_path: Path, procs: int) -> None:
+    """By itself it would know of no other: each would train a model of its own, and all would succeed."""
+    command = [f"{tmp_path}/torchrun"]
+    (tmp_path / "torchrun").write_text(f'#!/bin/sh\nenv > "{tmp_path}/env-$RANK"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    async with Node(tmp_path, command, index=1, nodes=2, procs=procs, environ={"PET_MAX_RESTARTS": "3"}) as node:
+        await node.start()
+        await node.exits(procs)
+        for rank in range(procs, 2 * procs):
+            text = set((tmp_path / f"env-{rank}").read_text().splitlines())
+            own = {f"PET_NNODES={2 * procs}", f"PET_NODE_RANK={rank}", "PET_NPROC_PER_NODE=1", "PET_MASTER_PORT=29500"}
+            assert {*own, "PET_MAX_RESTARTS=3"} <= text
+        assert node.logged().count("write distribution: {none: {}}") == (procs > 1)
+
+
+async def test_the_only_rank_of_a_job_may_be_any_torchrun(tmp_path: Path) -> None:
+    async with Node(tmp_path, ["sh", "-c", "env"]) as node:
+        await node.start()
+        await node.exits(1)
+        assert await node.stop() is None
+        assert "PET_" not in node.logged()
 
 
 async def test_exit_code_signal_and_cause_are_those_of_the_rank(tmp_path: Path, python: str) -> None:
@@ -187,6 +212,27 @@ async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path)
         assert ended["exit_code"] == 127
         assert ended["message"].startswith("no-such-program: not found in the image")
         assert await node.stop() is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("#!/bin/bash\r\necho never\r\n", "its interpreter '/bin/bash\\r' is not in the image"),
+        ("#! /no/such/python -u\n", "its interpreter '/no/such/python' is not in the image"),
+    ],
+    ids=["of Windows", "missing"],
+)
+async def test_a_script_whose_interpreter_is_missing_is_not_said_to_be_missing(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(content, newline="")
+    script.chmod(0o755)
+    async with Node(tmp_path, [str(script)]) as node:
+        await node.start()
+        ended = await node.event("RankExited")
+        assert ended["exit_code"] == 127
+        assert ended["message"].startswith(f"{script}: {said}")
 
 
 async def test_a_rank_that_ends_at_once_is_not_lost(tmp_path: Path) -> None:

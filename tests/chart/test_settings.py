@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from everstep_operator.settings import PREFIX, OperatorSettings
+from everstep_operator.settings import PREFIX, NodeSignalSetting, OperatorSettings
 
 Render = Callable[..., list[dict[str, Any]]]
 DEFAULTS = OperatorSettings.load({})
@@ -36,6 +36,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         clusterDomain="corp.example",
         fenceTimeoutSeconds=60,
         nodeSilenceSeconds=30,
+        nodeSignals=[{"taint": "corp.example/reclaim", "reason": "SpotInterruption", "seconds": 60}],
         jobPods={
             "allowedServiceAccounts": ["s3-reader"],
             "allowedHostFields": ["hostNetwork"],
@@ -51,6 +52,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         "cluster_domain": "corp.example",
         "fence_timeout": 60,
         "node_silence": 30,
+        "node_signals": (NodeSignalSetting(taint="corp.example/reclaim", reason="SpotInterruption", seconds=60),),
         "allowed_service_accounts": ("s3-reader",),
         "allowed_host_fields": ("hostNetwork",),
         "allowed_priority_classes": ("high",),

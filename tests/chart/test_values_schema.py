@@ -28,6 +28,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         ({"watchNamespaces": "team-a"}, "watchNamespaces"),
         ({"watchNamespaces": ["Team_A"]}, "watchNamespaces"),
         ({"nodeLostSeconds": "15s"}, "nodeLostSeconds"),
+        ({"nodeSignals": [{"taint": "a/b", "reason": "Weather"}]}, "reason"),
+        ({"nodeSignals": [{"reason": "ScaleDown"}]}, "nodeSignals"),
         ({"jobPods": {"allowedHostFields": ["hostEverything"]}}, "allowedHostFields"),
         ({"pools": [{"name": "a"}]}, "spec"),
         ({"logging": {"level": "loud"}}, "level"),

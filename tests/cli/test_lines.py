@@ -17,6 +17,11 @@ def test_a_tag_inside_a_line_is_text() -> None:
     assert parse_line("see [rank 3] there", "j-0", stamped=False).rank is None
 
 
+def test_of_a_progress_bar_that_rewrites_its_line_only_the_last_state_is_shown() -> None:
+    line = parse_line("[rank 1] \r10%|#   |\r20%|##  |\r100%|####|\r\n", "j-0", stamped=False)
+    assert (line.text, line.rank) == ("100%|####|", 1)
+
+
 def test_times_sort_although_their_zeros_are_cut() -> None:
     early = parse_line("2026-01-01T00:00:00.5Z [rank 0] a", "j-0", stamped=True)
     late = parse_line("2026-01-01T00:00:00.123456789Z [rank 0] b", "j-0", stamped=True)

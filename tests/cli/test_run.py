@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -274,6 +275,37 @@ def test_a_base_that_cannot_be_made_is_named(everstep: Everstep, manifest: Calla
     assert "--base" in done.stderr
 
 
+def test_a_folder_that_takes_no_files_is_named(
+    everstep: Everstep, manifest: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "base" / "agent.pyz").mkdir(parents=True)
+    done = everstep("run", "-f", manifest(TELL), "--base", "base")
+    assert done.returncode == 1
+    assert "base/agent.pyz: Is a directory" in done.stderr
+    assert "--base" in done.stderr
+
+
+def test_without_any_temporary_folder_a_base_is_asked_for(
+    everstep: Everstep, manifest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    done = everstep("run", "-f", manifest(TELL))
+    assert done.returncode == 1
+    assert "give a folder with --base" in done.stderr
+
+
+def test_an_agent_that_ends_too_early_is_quoted_and_not_the_others(
+    everstep: Everstep, manifest: Callable[..., str], tmp_path: Path
+) -> None:
+    """They are ended because of it."""
+    (tmp_path / "base" / "node-1" / "run").mkdir(parents=True)
+    (tmp_path / "base" / "node-1" / "run" / "fence.json.new").mkdir()
+    done = everstep("run", "-f", manifest(TELL), "--base", "base")
+    assert done.returncode == 1
+    assert "the agent of node 1 ended unexpectedly" in done.stderr
+    assert "fence.json.new: Is a directory" in done.stderr.splitlines()[-3]
+
+
 def find_agent(folder: Path, index: int) -> int:
     """Return the PID of a run's agent."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -286,6 +318,14 @@ def find_agent(folder: Path, index: int) -> int:
 def test_nothing_trains_on_when_the_command_itself_is_killed(started: Started, tmp_path: Path) -> None:
     started(WAITS).kill()
     assert until_gone(tmp_path) == []
+
+
+def test_ranks_keep_their_grace_when_the_command_itself_is_killed(started: Started, tmp_path: Path) -> None:
+    """The kernel tells the agents several times, once for each thread of the command; that is no hurry."""
+    saved = f"time.sleep(1.5), open({str(tmp_path / 'saved')!r} + os.environ['RANK'], 'w').close(), sys.exit(0)"
+    started(WAITS.replace("sys.exit(0)", f"({saved})").replace("import", "import os,")).kill()
+    assert until_gone(tmp_path) == []
+    assert len(list(tmp_path.glob("saved*"))) == 4
 
 
 def until_gone(folder: Path) -> list[str]:

@@ -56,6 +56,29 @@ def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.Monkey
         install()
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_process_that_a_script_spawns_has_the_names_too(tmp_path: Path, method: str) -> None:
+    """As a worker of a data loader: it imports the script anew, and nobody tells it how that was started."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing, sys\n"
+        "import smdistributed.modelparallel as smp\n"
+        "def work(answer):\n"
+        "    answer.put((smp.__name__, smp.__version__, sys.argv[1:]))\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context(sys.argv[1])\n"
+        "    answer = context.SimpleQueue()\n"
+        "    child = context.Process(target=work, args=(answer,))\n"
+        "    child.start(); child.join()\n"
+        "    print(child.exitcode, answer.get() if child.exitcode == 0 else None)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-m", "everstep.compat", str(script), method], capture_output=True, text=True, timeout=60
+    )
+    name = "everstep.compat.smdistributed.modelparallel"
+    assert told.stdout.startswith(f"0 ('{name}', "), told.stderr
+
+
 def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("HERE = True\n")
     script = tmp_path / "train.py"

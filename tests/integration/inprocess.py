@@ -94,6 +94,11 @@ class Simulation:
     job: str
     nodes: tuple[str, ...] = ()  # where pod 0, pod 1 … run; default: all on one
     mute: set[str] = field(default_factory=set)  # UIDs of pods whose agents nobody hears
+    spare: str = ""  # where a pod runs that excludes its node
+    step: int = 0  # of the ranks
+    saves: bool = True  # ranks save when they are asked to
+    requested: list[str] = field(default_factory=list)  # ids of the requests for checkpoints, as leaders hear them
+    loses: tuple[str, ...] = ()  # see FakeLeader, of each new leader
     finish: asyncio.Event = field(default_factory=asyncio.Event)
     leaders: dict[str, FakeLeader] = field(default_factory=dict)
     pods_seen: set[tuple[str, str]] = field(default_factory=set)
@@ -129,7 +134,8 @@ class Simulation:
                 await self.world.remove(pod)
             elif pod["status"]["phase"] == "Pending":
                 index = int(meta["name"].rpartition("-")[2])
-                await self.world.run(pod, self.nodes[index] if self.nodes else "n1")
+                node = self.nodes[index] if self.nodes else "n1"
+                await self.world.run(pod, self.spare if node in parse_pod(pod).avoids else node)
         zero = next((pod for pod in pods if pod["metadata"]["name"].endswith("-0")), None)
         for uid in [uid for uid in self.leaders if zero is None or uid != zero["metadata"]["uid"]]:
             await self.leaders.pop(uid).stop()
@@ -145,6 +151,7 @@ class Simulation:
             token = job_token(KEY, job["metadata"]["uid"], view.template)
             leader = FakeLeader(token, self.world.address(zero), self.world.agent_port, view.epoch)
             leader.state["missing"] = list(range(1, wanted))
+            leader.loses = set(self.loses)
             await leader.start()
             self.leaders[meta["uid"]] = leader
         told = [len(body["addresses"]) for *_, body in leader.asked("peers")]
@@ -159,8 +166,21 @@ class Simulation:
             self.members[meta["uid"]] = running
             said = {"missing": [], "nodes": wanted, "joined": wanted, "ranksStartedAt": 1.0}
             await leader.say(phase="running", generation=len(state["generationHistory"]) + 1, **said)
+        elif state["phase"] == "running" and (fresh := self._find_request(leader)):
+            self.requested.append(fresh)
+            heard = {"id": fresh, "generation": state["generation"], "savedStep": self.step if self.saves else None}
+            await leader.say(checkpointRequest=heard)
+        elif state["phase"] == "running" and state["progress"] != {"step": self.step} and self.step:
+            await leader.say(progress={"step": self.step})
         elif leader.state["phase"] == "running" and self.finish.is_set():
             await leader.say(phase="ended", outcome={"result": "succeeded", "exitCode": 0, "message": ""})
+
+    @staticmethod
+    def _find_request(leader: FakeLeader) -> str:
+        """Return the id of a request for a checkpoint that the leader has not told of yet, or nothing."""
+        ids = [str(body["id"]) for *_, body in leader.asked("checkpoint")]
+        known = (leader.state.get("checkpointRequest") or {}).get("id")
+        return ids[-1] if ids and ids[-1] != known else ""
 
 
 def flaky(seed: int, share: float = 0.3, budget: int = 40) -> Fault:

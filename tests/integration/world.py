@@ -175,6 +175,11 @@ class World:
         """The node's kubelet reports, with something new of no interest."""
         await self._patch(NODES.path(None, node) + "/status", {"status": _node_status(ready)})
 
+    async def taint(self, node: str, *keys: str) -> None:
+        """Somebody announces by these taints what becomes of the node; without any, that nothing does."""
+        taints = [{"key": key, "effect": "NoSchedule"} for key in keys]
+        await self._patch(NODES.path(None, node), {"spec": {"taints": taints}})
+
     async def leave(self, node: str) -> None:
         """The Node object is removed."""
         await self.client.delete(NODES, None, node, uid=None)
@@ -248,6 +253,7 @@ class FakeLeader:
             "progress": None, "generationHistory": [], "outcome": None,
         }  # fmt: skip
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
+        self.loses: set[str] = set()  # paths of commands: the next one of each is heard, and its answer lost
         self._nonces = auth.NonceStore()
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
@@ -286,6 +292,9 @@ class FakeLeader:
             return web.Response(status=401)
         query = dict(request.query)
         self.requests.append((request.method, request.path, query, json.loads(body) if body else None))
+        if request.path in self.loses and request.transport is not None:
+            self.loses.discard(request.path)
+            request.transport.abort()
         answer = await self._state(query) if request.match_info["what"] == "state" else {}
         data = json.dumps(answer).encode()
         headers = {

@@ -155,18 +155,18 @@ def test_rounding_is_not_taken_for_samples_that_meet(dtype: Any) -> None:
 
 def test_without_targets_the_first_micro_batch_that_has_two_samples_is_looked_at() -> None:
     model = Twins(compares=False)
-    loss = FirstLook(info_nce, None)
+    loss = FirstLook(info_nce, None, 2)
     loss(model(**twins(1)), torch.arange(1))
     with torch.no_grad():
         loss(model(**twins(8)), torch.arange(8))
     with pytest.raises(PipelineError, match="the loss takes them together"):
         loss(model(**twins(8)), torch.arange(8))
-    words = FirstLook(mean_of_words, words_counted)
+    words = FirstLook(mean_of_words, words_counted, 2)
     tokens, targets = sentences()
     given = words(Words()(tokens), targets)
     assert torch.equal(given, mean_of_words(Words()(tokens), targets))
     # Samples may be another dimension of the same size.
-    FirstLook(lambda output, targets: output[0].sum() / 7, None)(torch.randn(7, 7, 3), torch.arange(7))
+    FirstLook(lambda output, targets: output[0].sum() / 7, None, 2)(torch.randn(7, 7, 3), torch.arange(7))
 
 
 def _train(rank: int, with_targets: bool) -> str:
@@ -230,8 +230,8 @@ def test_words_that_count_differently_show_before_training_when_all_their_losses
         look(model, inputs, targets, loss, words_counted)
     output = Words()(tokens).detach() * 1e-3
     with pytest.raises(PipelineError, match=r"gradients differ by .*loss_weight"):
-        FirstLook(mean_of_words, None)(output, targets)
-    FirstLook(mean_of_words, words_counted)(output, targets)
+        FirstLook(mean_of_words, None, 2)(output, targets)
+    FirstLook(mean_of_words, words_counted, 2)(output, targets)
 
 
 class Counted(nn.Module):  # type: ignore[misc]

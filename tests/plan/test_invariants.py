@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TrainingJobStatus
 from everstep_operator.plan.actions import Action, CreatePods
+from everstep_operator.plan.node_signals import NodeSignal
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import GangView, PodView, Rejection
 from tests.builders import job
 from tests.plan.world import START, OperatorDied, World
 
 NODES = st.integers(0, 3)
+SIGNALS = [
+    NodeSignal(Reason.SPOT_INTERRUPTION, "taint spot-itn", 120),
+    NodeSignal(Reason.SCALE_DOWN, "taint disrupted", 10),
+    NodeSignal(Reason.NODE_DRAINING, "cordoned"),
+]
 
 
 class Chaos(RuleBasedStateMachine):
@@ -98,6 +105,13 @@ class Chaos(RuleBasedStateMachine):
     @rule(index=NODES)
     def remove_node(self, index: int) -> None:
         self.world.remove_node(index)
+
+    @rule(index=NODES, signal=st.sampled_from(SIGNALS), saves=st.booleans())
+    def notice(self, index: int, signal: NodeSignal, saves: bool) -> None:
+        pod = self.world.pods.get(f"{self.world.job.metadata.name}-{index}")
+        self.world.saves_in = 2.0 if saves else None
+        if pod is not None and pod.node is not None and pod.node not in self.world.nodes:
+            self.world.notice(index, signal)
 
     @rule()
     def return_nodes(self) -> None:

@@ -6,13 +6,17 @@ import dataclasses
 
 import pytest
 
+from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Cause, Condition, ConditionType
 from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan, PodRef
 from everstep_operator.plan.leader_view import SickGpu
+from everstep_operator.plan.node_signals import NodeSignal
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import Observation
 from tests.builders import job
 from tests.plan.world import World
+
+CORDONED = NodeSignal(Reason.NODE_DRAINING, "cordoned")
 
 
 def running(nodes: int = 3, **restart: object) -> World:
@@ -57,7 +61,7 @@ def test_a_gpu_in_trouble_is_told_and_nothing_is_done() -> None:
     )
     assert [(e.type, e.reason) for e in made.events] == [("Warning", "GpuUnhealthy")]
     assert not deleted(made)
-    world.nodes["node-2"] = NodeView("node-2", cordoned=True)
+    world.nodes["node-2"] = NodeView("node-2", signal=CORDONED)
     world.reconcile()
     told = healthy(world)
     assert told is not None
@@ -66,7 +70,7 @@ def test_a_gpu_in_trouble_is_told_and_nothing_is_done() -> None:
 
 def test_it_is_told_once_and_so_is_that_it_is_over() -> None:
     world = running()
-    world.nodes["node-1"] = NodeView("node-1", cordoned=True)
+    world.nodes["node-1"] = NodeView("node-1", signal=CORDONED)
     world.reconcile()
     told = healthy(world)
     assert told is not None
@@ -85,7 +89,9 @@ def test_a_job_whose_nodes_were_always_well_says_nothing_of_them() -> None:
 
 def test_the_worst_is_told_and_how_many_more_there_are() -> None:
     world = running(4)
-    world.nodes["node-0"] = NodeView("node-0", leaving="karpenter.sh/disrupted")
+    world.nodes["node-0"] = NodeView(
+        "node-0", signal=NodeSignal(Reason.SCALE_DOWN, "taint karpenter.sh/disrupted", 120)
+    )
     for name in ("node-2", "node-3"):
         world.nodes[name] = NodeView(name, ready=False, not_ready_because="KubeletNotReady")
     world.reconcile()

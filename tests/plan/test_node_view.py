@@ -29,9 +29,13 @@ def test_a_node_that_is_not_ready_says_why() -> None:
 
 
 def test_a_cordon_and_the_taints_of_those_who_remove_nodes() -> None:
-    assert parse_node(node(unschedulable=True)).cordoned
+    cordoned = parse_node(node(unschedulable=True)).signal
+    assert cordoned is not None
+    assert not cordoned.leaves
     taints = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "karpenter.sh/disrupted"}]
-    assert parse_node(node(taints=taints)).leaving == "karpenter.sh/disrupted"
+    leaving = parse_node(node(taints=taints)).signal
+    assert leaving is not None
+    assert (leaving.source, leaving.leaves) == ("taint karpenter.sh/disrupted", True)
     assert parse_node(node(taints=taints[:1])) == NodeView("n1"), "what keeps others away is no drain"
 
 

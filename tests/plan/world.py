@@ -22,6 +22,7 @@ from everstep_operator.plan.actions import (
     EnsureTemplate,
     JobEvent,
     JobPlan,
+    RequestCheckpoint,
     StopLeader,
 )
 from everstep_operator.plan.affinity import list_excluded_nodes
@@ -32,10 +33,12 @@ from everstep_operator.plan.leader_view import (
     LeaderView,
     ReportedCheckpoint,
     ReportedGeneration,
+    RequestedCheckpoint,
     SickGpu,
     UncleanPod,
 )
 from everstep_operator.plan.node_loss import declare_lost_nodes
+from everstep_operator.plan.node_signals import NodeSignal
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import (
     ContainerEnd,
@@ -73,6 +76,9 @@ class Leader:
     started_at: float | None = None
     step: int = 0
     charged: str = ""
+    request: str = ""  # id of the newest request for a checkpoint
+    request_due: float | None = None  # when the ranks have saved for it
+    saved_step: int | None = None
 
     def end_generation(self, cause: str, now: float, **fields: object) -> None:
         entry = ReportedGeneration(id=f"{self.epoch}.{self.generation}", cause=cause, ended_at=now)
@@ -115,6 +121,8 @@ class World:
         self.unclean: tuple[UncleanPod, ...] = ()
         self.mute: set[str] = set()  # UIDs of pods whose agents nobody hears
         self.sick_gpus: tuple[SickGpu, ...] = ()
+        self.saves_in: float | None = 2.0  # seconds from a request to its commit; None: ranks do not save
+        self.asked_for: list[tuple[str, float | None]] = []  # requests that reached a leader
         self.reported: ReportedCheckpoint | None = None  # by the leader
         self.led = 0  # the highest epoch that ever had a pod 0
 
@@ -172,6 +180,7 @@ class World:
             running_since=leader.started_at if leader.phase == "running" else None,
             progress=LeaderProgress(leader.step, 1000, 1.0) if leader.generation else None,
             checkpoint=self.reported,
+            checkpoint_request=RequestedCheckpoint(leader.request, leader.saved_step) if leader.request else None,
             history=tuple(leader.history),
             outcome=leader.outcome,
         )
@@ -247,6 +256,11 @@ class World:
             self.config_maps.setdefault(action.name, action.body)
         elif isinstance(action, StopLeader) and self.leader is not None and self.leader.outcome is None:
             self.leader.outcome = LeaderOutcome("stopped")
+        elif isinstance(action, RequestCheckpoint) and self.leader is not None and self.leader_reachable:
+            if action.id != self.leader.request:
+                self.asked_for.append((action.id, action.deadline))
+                due = self.now + self.saves_in if self.saves_in is not None else None
+                self.leader.request, self.leader.request_due, self.leader.saved_step = action.id, due, None
         elif isinstance(action, DeleteJob):
             assert action.uid == self.job.metadata.uid
             self.deleted_job = True
@@ -282,7 +296,7 @@ class World:
         for name, pod in sorted(self.pods.items()):
             if pod.live and not pod.scheduled and taken < self.capacity:
                 node = f"node-{taken}"
-                while self._removed(node):
+                while self._removed(node) or self._leaving(node) or node in pod.avoids:
                     node += "-new"
                 self.pods[name] = dataclasses.replace(pod, scheduled_at=self.now, node=node)
                 taken += 1
@@ -306,6 +320,18 @@ class World:
         """Return whether nothing of a node will be heard of again."""
         known = self.nodes.get(node) if node is not None else None
         return known is not None and (known.gone_since is not None or known.silent_since is not None)
+
+    def _leaving(self, node: str) -> bool:
+        """Return whether the scheduler keeps pods from a node that goes away."""
+        known = self.nodes.get(node)
+        return known is not None and known.signal is not None and known.signal.leaves
+
+    def notice(self, index: int, signal: NodeSignal) -> str:
+        """The node under this pod announces something; its name."""
+        node = self.pods[f"{self.job.metadata.name}-{index}"].node
+        assert node is not None
+        self.nodes[node] = NodeView(node, signal=signal)
+        return node
 
     def lead(self) -> None:
         """Run the leader in agent 0: start, fail or finish it as its pod does."""
@@ -334,6 +360,10 @@ class World:
             )
             leader.end_generation("PodLost", self.now, index=index)
             self.broken += 1
+        if leader.phase == "running" and leader.request_due is not None and self.now >= leader.request_due:
+            leader.request_due = None
+            self.save()
+            leader.saved_step = self.checkpoint
         if leader.phase == "forming" and len(running) == self.job.spec.num_nodes and not head.deleting:
             leader.generation += 1
             leader.phase, leader.members, leader.started_at = "running", tuple(running), self.now

@@ -39,6 +39,7 @@ from everstep_operator.cluster.resync import Resync
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.watch import KopfWatch, RawObject
 from everstep_operator.cluster.work_queue import WorkQueue
+from everstep_operator.plan.node_signals import index_rules
 from everstep_operator.plan.observation import PlanSettings as PlanSettings
 from everstep_operator.reconcile import Reconciler
 from everstep_operator.settings import OperatorSettings
@@ -62,7 +63,8 @@ class Operator:
         self.client = client
         self.workers = FairShare(settings.workers)
         self.queue: WorkQueue[Key] = WorkQueue(share=self.workers, namespace=lambda key: key[0])
-        self.cache = ClusterCache(touched=self.queue.add, pool_changed=self._pool_changed)
+        rules = index_rules(rule.to_rule() for rule in settings.node_signals)
+        self.cache = ClusterCache(touched=self.queue.add, pool_changed=self._pool_changed, node_rules=rules)
         self.leaders = LeaderPoller(
             self.queue.add_after,
             fence_timeout=settings.fence_timeout,

@@ -254,7 +254,8 @@ class Reconciler:
     async def _find_nodes(
         self, job: TrainingJob, pods: tuple[PodView, ...], leader: LeaderView | None, frozen: FrozenTemplate | None
     ) -> dict[str, NodeView]:
-        nodes = self.leases.mark_silent((await self.nodes.find_nodes_under(pods)).values())
+        left = job.status.disruption.nodes if job.status.disruption is not None else ()
+        nodes = self.leases.mark_silent((await self.nodes.find_nodes_under(pods, left)).values())
         return declare_lost_nodes(job, nodes, pods, leader, frozen=frozen, settings=self.settings, now=self.clock())
 
     def count_places(self, key: Key, job: TrainingJob) -> int | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from everstep_operator.plan.decision import parse_reason
+from everstep_operator.plan.node_signals import Place, SignalRule
 
 PREFIX = "EVERSTEP_"
 MIN_NODE_SILENCE = 15.0
@@ -20,6 +24,45 @@ def _limit_silence(value: float) -> float:
     if value and not MIN_NODE_SILENCE <= value <= 3600:
         raise ValueError(f"must be 0, or from {MIN_NODE_SILENCE:g} to 3600 seconds: kubelets renew every 10 s")
     return value
+
+
+def _decode_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"must be a JSON list: {error}") from error
+
+
+class NodeSignalSetting(BaseModel):
+    """One signal of a Node that an administrator adds, or means otherwise than the operator does."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    taint: str = ""
+    """Key of the taint. Exactly one of `taint`, `label` and `condition` is given."""
+    label: str = ""
+    """Key of the label."""
+    condition: str = ""
+    """Type of the condition."""
+    value: str = ""
+    """Value of the label, or status of the condition; default: any, and True."""
+    reason: Literal["SpotInterruption", "NodeMaintenance", "ScaleDown", "NodeUnhealthy", "GpuUnhealthy"]
+    seconds: float | None = Field(None, gt=0, le=86_400)
+    """Seconds from the signal until the machine may be gone; absent: it stays, and only a checkpoint is asked for."""
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if sum(map(bool, (self.taint, self.label, self.condition))) != 1:
+            raise ValueError("give exactly one of taint, label and condition")
+        return self
+
+    def to_rule(self) -> SignalRule:
+        """Return the rule for the table of signals."""
+        place: Place = "taint" if self.taint else "label" if self.label else "condition"
+        name = self.taint or self.label or self.condition
+        return SignalRule(place, name, parse_reason(self.reason), self.seconds, self.value)
 
 
 NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
@@ -42,6 +85,9 @@ class OperatorSettings(BaseModel):
     """How long the kubelet of a silent agent's node must not have renewed the node's Lease (it does every 10 s) until
     the node is taken for dead and its pods are replaced; at least three eighths of the Lease's duration. 0: only a
     removed Node object is."""
+
+    node_signals: Annotated[tuple[NodeSignalSetting, ...], BeforeValidator(_decode_json)] = ()
+    """Further signals of Nodes that go away or are in trouble, as a JSON list; see `NodeSignalSetting`."""
 
     allowed_service_accounts: NameList = ()
     """Service accounts that a job's pods may use besides `default`."""

@@ -142,7 +142,11 @@ class Reason(StrEnum):
     )
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
     GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job continues while its ranks run."
-    NODE_DRAINING = "NodeDraining", "A node under the job's pods is cordoned or about to be removed."
+    NODE_UNHEALTHY = (
+        "NodeUnhealthy",
+        "A node under the job's pods reports a fault; the job continues while its ranks run.",
+    )
+    NODE_DRAINING = "NodeDraining", "A node under the job's pods is cordoned, or its Node object is being deleted."
     UNCLEAN_NODE = (
         "UncleanNode",
         "Processes or GPU memory of an old generation could not be removed; the pod is replaced.",
@@ -150,9 +154,10 @@ class Reason(StrEnum):
     FENCED = "Fenced", "Ranks without a connection to their leader were stopped."
 
     # Pre-emption, free of charge
-    SPOT_INTERRUPTION = "SpotInterruption", "Reserved, not reported yet: the provider reclaims the node."
+    SPOT_INTERRUPTION = "SpotInterruption", "The provider reclaims a node under the job's pods, which leave it."
+    NODE_MAINTENANCE = "NodeMaintenance", "A node under the job's pods goes down for maintenance; they leave it."
     PREEMPTED = "Preempted", "The scheduler pre-empted a pod for one of higher priority."
-    SCALE_DOWN = "ScaleDown", "Reserved, not reported yet: the cluster autoscaler removes the node."
+    SCALE_DOWN = "ScaleDown", "An autoscaler removes a node under the job's pods, which leave it."
 
     # Modes
     NO_COMMAND = "NoCommand", "spec.command is absent: the image's entrypoint runs without the agent (plain mode)."
@@ -168,4 +173,5 @@ class Reason(StrEnum):
     # Conditions that do not hold
     IN_PROGRESS = "InProgress", "The operator works towards the spec."
     NODES_HEALTHY = "NodesHealthy", "Every node under the job's pods is Ready and accepts pods again."
+    NOTICE_WITHDRAWN = "NoticeWithdrawn", "A node that was to go away stays: its signal is gone, and ranks go on."
     UP_TO_DATE = "UpToDate", "The job matches its spec; the operator has nothing to do."

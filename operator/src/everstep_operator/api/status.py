@@ -14,6 +14,7 @@ from everstep_operator.api.scalars import ListMap, Time, Whole
 MAX_CHARGES = 64
 MAX_TRANSITIONS = 32
 MAX_LOG_LINES = 50
+MAX_DISRUPTED_NODES = 64
 
 Line = Annotated[str, Field(max_length=1024)]
 ReasonWord = Annotated[str, Field(max_length=128, description="A CamelCase word of the table of reasons.")]
@@ -237,6 +238,24 @@ class LastFailure(StatusModel):
     """The last lines of the rank's standard error."""
 
 
+class Disruption(StatusModel):
+    """Nodes under the job's pods that are announced to go away, or are drained or at fault, and what was done."""
+
+    reason: ReasonWord
+    source: str = Field(default="", max_length=1024)
+    """The signal, as `taint karpenter.sh/disrupted`."""
+    nodes: list[Annotated[str, Field(max_length=253)]] = Field(default_factory=list, max_length=MAX_DISRUPTED_NODES)
+    """Names of the nodes."""
+    noticed: Time
+    """When the operator first saw the signal. It names the request for a checkpoint."""
+    deadline: Time | None = None
+    """When the first of the nodes may be gone; absent where they stay, and a checkpoint is all that is asked for."""
+    saved_step: Count | None = None
+    """The step of the checkpoint that the ranks saved for it, once it is committed."""
+    leaving: Time | None = None
+    """Since when the pods on these nodes are deleted."""
+
+
 class Transition(StatusModel):
     """One phase of the job, with its start and end."""
 
@@ -292,6 +311,7 @@ class TrainingJobStatus(StatusModel):
     restarts: Restarts = Restarts()
     start_failures: StartFailures | None = None
     last_failure: LastFailure | None = None
+    disruption: Disruption | None = None
     transitions: list[Transition] = Field(default_factory=list, max_length=MAX_TRANSITIONS)
     """The phases so far, the newest last."""
     timings: Timings = Timings()

@@ -126,6 +126,8 @@ class ActionExecutor:
                 return self.leaders.push_peers(job.key, action.epoch, action.addresses)
             case act.StopLeader():
                 self.leaders.send_stop(job.key, action.reason)
+            case act.RequestCheckpoint():
+                self.leaders.request_checkpoint(job.key, action.id, action.deadline)
             case act.DeleteJob():
                 await self.client.delete(JOBS, job.namespace, job.name, uid=action.uid)
         return True

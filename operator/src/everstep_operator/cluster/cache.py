@@ -22,6 +22,7 @@ import structlog
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS
 from everstep_operator.cluster.tombstones import NEVER_AGAIN, Tombstones
 from everstep_operator.plan.labels import LABEL_JOB
+from everstep_operator.plan.node_signals import DEFAULT_RULES, Rules
 from everstep_operator.plan.node_view import NodeView, parse_node
 from everstep_operator.plan.observation import PodView, parse_pod
 
@@ -192,6 +193,7 @@ class ClusterCache:
 
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
+    node_rules: Rules = field(default_factory=lambda: DEFAULT_RULES)  # by which Nodes are read that announce their end
     node_changes: int = 0  # how often what nodes can hold has changed
     node_view_changes: int = 0  # how often anything of a node has
     own_writes: set[Key] = field(default_factory=set)  # jobs whose status this operator writes at this moment
@@ -208,7 +210,9 @@ class ClusterCache:
         self.pools: ObjectCache[Mapping[str, Any]] = ObjectCache(
             POOLS.kind, _strip_managed_fields, lambda key, old, new: self.pool_changed(key[1]), is_custom=True
         )
-        self.nodes: ObjectCache[NodeView] = ObjectCache(NODES.kind, parse_node, self._node_noticed)
+        self.nodes: ObjectCache[NodeView] = ObjectCache(
+            NODES.kind, lambda raw: parse_node(raw, self.node_rules), self._node_noticed
+        )
 
     def pods_of(self, job: Key) -> tuple[PodView, ...]:
         """Return every pod with this job's label, whoever owns it."""

@@ -52,6 +52,10 @@ class LeaderAnswerError(Exception):
     """No usable answer: nobody there, not our leader, too large, or not signed by it."""
 
 
+class CommandUnknown(LeaderAnswerError):
+    """The leader's agent is older than the command."""
+
+
 @dataclass(eq=False)
 class _PolledLeader:
     poll: LeaderPoll
@@ -62,6 +66,7 @@ class _PolledLeader:
     pushed: tuple[str, int, dict[int, str]] | None = None  # incarnation, epoch and addresses it has taken
     pushing: tuple[str, int, dict[int, str]] | None = None  # … that are being sent
     commands: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # in flight, by path: one of each
+    unknown: set[str] = field(default_factory=set)  # commands that its agent is too old for, by path
     spent: float = 0.0  # seconds of processor time for its answers that are not charged yet
 
     @contextlib.contextmanager
@@ -182,7 +187,21 @@ class LeaderPoller:
         """Begin `POST /v1/stop`, unless it is on its way. If it fails, the planner is woken."""
         polled = self._jobs.get(key)
         if polled is not None and "/v1/stop" not in polled.commands:
-            self._start_command(polled, "/v1/stop", lambda: self._ask_to_stop(key, polled, reason))
+            self._start_command(polled, "/v1/stop", lambda: self._ask(key, polled, "/v1/stop", {"reason": reason}))
+
+    def request_checkpoint(self, key: Key, name: str, deadline: float | None) -> None:
+        """Begin `POST /v1/checkpoint`, unless one is on its way. If it fails, the planner is woken.
+
+        Args:
+            key: Namespace and name of the job.
+            name: Id of the request.
+            deadline: When the checkpoint is of no use any more (Unix seconds); None: never.
+        """
+        polled, path = self._jobs.get(key), "/v1/checkpoint"
+        if polled is not None and polled.view.reachable and path not in polled.commands and path not in polled.unknown:
+            left = None if deadline is None else max(0.0, round(deadline - self._clock(), 3))
+            body = {"epoch": polled.poll.epoch, "id": name, "deadline": left}
+            self._start_command(polled, path, lambda: self._ask(key, polled, path, body))
 
     def _start_command(self, polled: _PolledLeader, path: str, send: Callable[[], Awaitable[object]]) -> None:
         async def run() -> None:
@@ -204,8 +223,8 @@ class LeaderPoller:
         else:
             self._wake_planner(key, polled)
 
-    async def _ask_to_stop(self, key: Key, polled: _PolledLeader, reason: str) -> None:
-        if not await self._send_command(polled, "/v1/stop", {"reason": reason}):
+    async def _ask(self, key: Key, polled: _PolledLeader, path: str, body: Mapping[str, Any]) -> None:
+        if not await self._send_command(polled, path, body):
             self._wake_planner(key, polled)
 
     def _wake_planner(self, key: Key, polled: _PolledLeader) -> None:
@@ -216,6 +235,9 @@ class LeaderPoller:
     async def _send_command(self, polled: _PolledLeader, path: str, body: Mapping[str, Any]) -> bool:
         try:
             await self._request(polled, "POST", path, json.dumps(body).encode(), hold=0, own_nonce=True)
+        except CommandUnknown:
+            log.info("a leader's agent is too old for a command", path=path, address=polled.poll.address)
+            polled.unknown.add(path)
         except LeaderAnswerError as error:
             log.info("a command did not reach the leader", path=path, address=polled.poll.address, error=str(error))
             return False
@@ -303,7 +325,8 @@ class LeaderPoller:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise LeaderAnswerError(f"{type(error).__name__}: {error}") from error
         if status != 200:
-            raise LeaderAnswerError(f"{method} {target.partition('?')[0]}: {status}")
+            kind = CommandUnknown if status == 404 else LeaderAnswerError
+            raise kind(f"{method} {target.partition('?')[0]}: {status}")
         if not own_nonce:
             polled.nonce = fresh
         return data

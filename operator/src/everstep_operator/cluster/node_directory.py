@@ -51,10 +51,10 @@ class NodeDirectory:
     def __post_init__(self) -> None:
         self.admitted = AdmittedPods(self.client)
 
-    async def find_nodes_under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:
+    async def find_nodes_under(self, pods: Iterable[PodView], also: Iterable[str] = ()) -> dict[str, NodeView]:
         """Return every node that one of these pods is bound to, or that keeps away from it one that has no node yet, by
-        name."""
-        names = set[str]().union(*(({pod.node} if pod.node else pod.avoids) for pod in pods))
+        name; and those that are named besides."""
+        names = set(also).union(*(({pod.node} if pod.node else pod.avoids) for pod in pods))
         unknown = [name for name in names if self._get_known_node(name) is None]
         if unknown:
             await asyncio.gather(*(self._fetch_node(name) for name in unknown))

@@ -115,6 +115,15 @@ class StopLeader:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestCheckpoint:
+    """`POST /v1/checkpoint` to the leader, which passes each id on once. A plan asks again until the leader's state
+    tells of the id, so that a request is neither lost nor repeated."""
+
+    id: str
+    deadline: float | None  # Unix seconds; None: no hurry
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteJob:
     """Delete the TrainingJob itself (TTL), with its UID as precondition."""
 
@@ -132,6 +141,7 @@ Action = (
     | DeleteStaleObjects
     | PushPeers
     | StopLeader
+    | RequestCheckpoint
     | DeleteJob
 )
 

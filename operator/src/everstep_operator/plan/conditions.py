@@ -96,7 +96,7 @@ def _wanted_conditions(s: PlanContext, decision: Decision) -> dict[ConditionType
     ):
         wishes[ConditionType.DEGRADED] = (False, Reason.AGENT_REACHABLE, "")
     old = s.status.condition(ConditionType.NODES_HEALTHY)
-    if not finished and (wrong := node_trouble.find_node_trouble(s)) is not None:
+    if not finished and (wrong := node_trouble.find_node_trouble(s, decision.disruption)) is not None:
         wishes[ConditionType.NODES_HEALTHY] = (False, *wrong)
     elif not finished and old is not None and old.status == "False":
         wishes[ConditionType.NODES_HEALTHY] = (True, Reason.NODES_HEALTHY, "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import LastFailure, Phase, Restarts, StartFailures, TemplateStatus
+from everstep_operator.api.status import Disruption, LastFailure, Phase, Restarts, StartFailures, TemplateStatus
 from everstep_operator.plan.actions import Action
 
 _BY_NAME = {reason.value: reason for reason in Reason}
@@ -35,6 +35,7 @@ class Decision:
     restarts: Restarts | None = None
     last_failure: LastFailure | None = None
     start_failures: StartFailures | None = None  # this one is none, not "as it was"
+    disruption: Disruption | None = None  # and so is this one
     requeue: tuple[float, ...] = field(default=())
 
     def with_fields(self, **fields: Any) -> Decision:

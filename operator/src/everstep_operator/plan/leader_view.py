@@ -28,6 +28,14 @@ class LeaderProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestedCheckpoint:
+    """The newest request for a checkpoint that the leader has had."""
+
+    id: str
+    saved_step: int | None = None  # of the checkpoint that was saved for it, once that is committed
+
+
+@dataclass(frozen=True, slots=True)
 class ReportedRestore:
     """The start of a generation from a checkpoint, or from none."""
 
@@ -121,6 +129,7 @@ class LeaderView:
     running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
     progress: LeaderProgress | None = None
     checkpoint: ReportedCheckpoint | None = None
+    checkpoint_request: RequestedCheckpoint | None = None
     history: tuple[ReportedGeneration, ...] = ()
     outcome: LeaderOutcome | None = None
 
@@ -170,6 +179,7 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
         running_since=running_since,
         progress=parse_progress(data.get("progress")),
         checkpoint=parse_checkpoint(data.get("checkpoint"), answered_at),
+        checkpoint_request=_parse_checkpoint_request(data.get("checkpointRequest")),
         history=tuple(sorted(_parse_history(data.get("generationHistory"), ended, answered_at), key=lambda e: e.order)),
         outcome=_parse_outcome(data.get("outcome")),
     )
@@ -288,6 +298,12 @@ def _parse_restore(raw: Any) -> ReportedRestore | None:
         passed_over=_as_count(data.get("passedOver")) or 0,
         lost_steps=_as_count(data.get("lostSteps")),
     )
+
+
+def _parse_checkpoint_request(raw: Any) -> RequestedCheckpoint | None:
+    data = _as_mapping(raw)
+    name = _as_text(data.get("id"), 64)
+    return RequestedCheckpoint(name, _as_count(data.get("savedStep"))) if name else None
 
 
 def _parse_outcome(raw: Any) -> LeaderOutcome | None:

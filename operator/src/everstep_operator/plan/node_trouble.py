@@ -1,36 +1,43 @@
 """Finds trouble with the nodes under a job's pods, and with pods whose node is gone.
 
-Of a NotReady or cordoned node the job only tells: it may come back, and whoever drains it evicts the pods. Of a GPU in
-trouble it only tells, too: its ranks find out by themselves whether they can go on. A node that was removed from the
-cluster does not come back, nor does one that `node_loss` has declared dead: nobody will ever report the end of its
-pods. They are lost, and their objects are deleted by force so that replacements can be made.
+Of a NotReady node the job only tells: it may come back. Of a GPU in trouble it only tells, too: its ranks find out by
+themselves whether they can go on. What follows from an announced end of a node is in `node_notices`. A node that was
+removed from the cluster does not come back, nor does one that `node_loss` has declared dead: nobody will ever report
+the end of its pods. They are lost, and their objects are deleted by force so that replacements can be made.
 """
 
 from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Disruption
+from everstep_operator.plan import node_notices
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.agent_config import RESTART_GRACE, find_fence_timeout
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import PodView
-from everstep_operator.plan.plan_context import PlanContext
+from everstep_operator.plan.plan_context import PlanContext, to_utc
 
 # After an agent has fenced itself: its ranks have `RESTART_GRACE` to end, and the agent some seconds to kill the rest.
 _DYING = RESTART_GRACE + 5.0
 
 
-def find_node_trouble(s: PlanContext) -> tuple[Reason, str] | None:
-    """Return (reason, message) of the worst that is wrong with a node under a pod that may still run, or None."""
+def find_node_trouble(s: PlanContext, disruption: Disruption | None = None) -> tuple[Reason, str] | None:
+    """Return (reason, message) of the worst that is wrong with a node under a pod that may still run, or None.
+
+    Args:
+        s: The job.
+        disruption: What is on record of nodes that go away.
+    """
     found = []
     for pod in s.current.values():
         node = s.observed.nodes.get(pod.node) if pod.node and pod.ended is None else None
-        if node is not None and (wrong := _judge_node(node)) is not None:
+        if node is not None and (wrong := _judge_node(node, disruption)) is not None:
             found.append((*wrong, pod.index, f"{pod.name} is on {node.name}"))
     sick = {gpu.index: gpu for gpu in reversed(s.leader.sick_gpus)} if s.leader is not None else {}
     for pod in s.current.values():
         if (gpu := sick.get(pod.index)) is not None and pod.ended is None:
             what = f"which has a GPU with a problem ({gpu.name}: {gpu.problem})"
-            found.append((4, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
+            found.append((5, Reason.GPU_UNHEALTHY, what, pod.index, f"{pod.name} is on {pod.node}"))
     if not found:
         return None
     worst, reason, what, _, where = min(found)
@@ -70,7 +77,7 @@ def _compute_force_delay(s: PlanContext) -> float:
     return find_fence_timeout(s.job, s.observed.frozen, s.observed.settings) + _DYING if strict else 0.0
 
 
-def _judge_node(node: NodeView) -> tuple[int, Reason, str] | None:
+def _judge_node(node: NodeView, disruption: Disruption | None) -> tuple[int, Reason, str] | None:
     if node.gone_since is not None:
         return 0, Reason.NODE_LOST, "which is no longer in the cluster"
     if node.dead_since is not None:
@@ -79,6 +86,14 @@ def _judge_node(node: NodeView) -> tuple[int, Reason, str] | None:
         return 1, Reason.HELD, f"which is silent: {node.held}"
     if not node.ready:
         return 2, Reason.NODE_NOT_READY, f"which is not Ready ({node.not_ready_because})"
-    if node.cordoned or node.leaving or node.deleting:
-        return 3, Reason.NODE_DRAINING, f"which is being drained ({node.leaving or 'cordoned'})"
-    return None
+    signal = node.signal
+    if signal is not None and signal.leaves:
+        deadline = disruption.deadline if disruption is not None and node.name in disruption.nodes else None
+        if deadline is None and signal.deadline is not None:
+            deadline = to_utc(signal.deadline)
+        when = f" by {node_notices.format_time(deadline)}" if deadline is not None else ""
+        return 3, signal.reason, f"which goes away{when} ({signal.source})"
+    if node.deleting or (signal is not None and signal.reason is Reason.NODE_DRAINING):
+        source = signal.source if signal is not None else "its Node object is being deleted"
+        return 4, Reason.NODE_DRAINING, f"which is being drained ({source})"
+    return (5, signal.reason, f"which is in trouble ({signal.source})") if signal is not None else None

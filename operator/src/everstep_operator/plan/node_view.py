@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep_operator.plan.node_capacity import NodeCapacity, parse_node_capacity
-from everstep_operator.plan.taints import DRAIN_TAINTS
+from everstep_operator.plan.node_signals import DEFAULT_RULES, NodeSignal, Rules, is_spot, read_signal
 
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
@@ -23,8 +23,8 @@ class NodeView:
     name: str
     ready: bool = True
     not_ready_because: str = ""  # reason of the Ready condition: KubeletNotReady, NodeStatusUnknown …
-    cordoned: bool = False
-    leaving: str = ""  # key of the taint that announces its removal
+    signal: NodeSignal | None = None  # of its end, a drain, or a fault
+    spot: bool = False  # its provider may reclaim it at any time
     deleting: bool = False
     gone_since: float | None = None  # when the operator found that there is no such Node any more (its own clock)
     # Of nodes under silent agents: since when their kubelet has not renewed the Lease, once that is long enough.
@@ -42,21 +42,20 @@ class NodeView:
         return self.gone_since if self.gone_since is not None else self.dead_since
 
 
-def parse_node(raw: Mapping[str, Any]) -> NodeView:
-    """Sort out one Node as the API server gives it. Never raises on odd values."""
+def parse_node(raw: Mapping[str, Any], rules: Rules = DEFAULT_RULES) -> NodeView:
+    """Sort out one Node as the API server gives it, its signals by `rules`. Never raises on odd values."""
     meta: Mapping[str, Any] = raw.get("metadata") or {}
-    spec: Mapping[str, Any] = raw.get("spec") or {}
+    labels: Mapping[str, Any] = meta.get("labels") or {}
     conditions = (raw.get("status") or {}).get("conditions") or ()
     condition: Mapping[str, Any] = next((c for c in conditions if c.get("type") == "Ready"), {})
     ready = condition.get("status") == "True"
-    taints = sorted(str(t.get("key")) for t in spec.get("taints") or () if t.get("key") in DRAIN_TAINTS)
     return NodeView(
         name=str(meta.get("name") or ""),
         ready=ready,
         not_ready_because="" if ready else str(condition.get("reason") or "NoStatus")[:128],
-        cordoned=bool(spec.get("unschedulable")),
-        leaving=taints[0] if taints else "",
+        signal=read_signal(raw, rules),
+        spot=is_spot(labels),
         deleting=meta.get("deletionTimestamp") is not None,
-        zone=str((meta.get("labels") or {}).get(ZONE_LABEL) or ""),
+        zone=str(labels.get(ZONE_LABEL) or ""),
         capacity=parse_node_capacity(raw),
     )

@@ -100,6 +100,8 @@ class PodView:
     listed: bool = True  # it has the label by which pods are listed and watched
     is_epoch_fixed: bool = False  # it stands in the pod's spec, which nobody can change, and not only in a label
     finalizers: str = ""  # of a pod that is being deleted: they keep it, and its name, after all of it has ended
+    notice: str = ""  # reason for which its node goes away (`Observation.ours`)
+    on_spot: bool = False  # the provider may reclaim its node at any time (`Observation.ours`)
 
     @property
     def scheduled(self) -> bool:
@@ -238,8 +240,16 @@ class Observation:
         return pod if 0 <= pod.epoch <= self.newest_epoch else replace(pod, epoch=self.newest_epoch)
 
     def _on_its_node(self, pod: PodView) -> PodView:
-        node = self.nodes.get(pod.node) if pod.node else None
-        return pod if node is None or node.lost_since is None else replace(pod, gone_since=node.lost_since)
+        node, known = self.nodes.get(pod.node) if pod.node else None, self.job.status.disruption
+        notice = known.reason if known is not None and known.deadline is not None and pod.node in known.nodes else ""
+        if node is None:
+            return replace(pod, notice=notice) if notice else pod
+        if not notice and node.signal is not None and node.signal.seconds is not None:  # near, before it is on record
+            notice = node.signal.reason.value
+        on_spot = node.spot and pod.ended is not None  # nobody asks before
+        if node.lost_since is None and not notice and not on_spot:
+            return pod
+        return replace(pod, gone_since=node.lost_since, notice=notice, on_spot=on_spot)
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView:

@@ -8,6 +8,7 @@ from everstep_operator.plan import (
     gang,
     job_outcome,
     node_loss,
+    node_notices,
     node_trouble,
     plain_mode,
     pod_creation,
@@ -50,7 +51,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         return JobPlan(s.status, actions=tuple(actions), requeue_at=look)
     account = restart_budget.charge_ended_generations(s, over=job_outcome.find_outcome(s) is not None)
     begun = start_failures.count_start_failures(s)
-    decision = _decide_next(s, account, begun)
+    decision = node_notices.leave_noticed_nodes(s, _decide_next(s, account, begun))
     if not decision.phase.finished:
         buried, later = node_trouble.force_delete_lost_pods(s)
         decision = decision.with_actions(buried).requeue_at(later)
@@ -295,14 +296,17 @@ def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, st
     if (kept := pod_replacement.describe_kept_pod(s)) is not None:
         pod, message = kept
         return pod_replacement.explain_loss(pod), message
+    lost = next(iter(pod_replacement.list_lost_pods(s)), None)
+    absent = lost is not None or bool(pod_replacement.list_missing_indices(s))
+    if absent and (left := node_notices.explain_leave(s, lost)) is not None:
+        return left
     if account.last_failure is not None:
         return parse_reason(account.last_failure.reason), account.last_failure.message
-    lost = next(iter(pod_replacement.list_lost_pods(s)), None)
     # The leader may tell of a lost pod before the API server does, which alone knows why.
     explained = lost is not None and pod_replacement.explain_loss(lost) in pod_replacement.LOSS_REASONS
     if s.phase is Phase.RESTARTING and s.open is not None and not (explained and s.open.reason == Reason.RESTARTING):
         return parse_reason(s.open.reason), _open_phase_message(s)
-    if lost is not None or pod_replacement.list_missing_indices(s):
+    if absent:
         return pod_replacement.explain_loss(lost), "a pod was lost; its replacement is being made"
     return Reason.RESTARTING, Reason.RESTARTING.meaning
 

@@ -9,7 +9,7 @@ from dataclasses import replace as replace_fields
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus
-from everstep_operator.plan import gang, pod_replacement, restart_budget, template
+from everstep_operator.plan import gang, node_notices, pod_replacement, restart_budget, template
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
@@ -32,6 +32,7 @@ from everstep_operator.plan.template import RejectedTemplate
 
 BLOCKED_RETRY_SECONDS = 30.0
 _MISSING = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
+MAX_AVOIDED = 64  # names of nodes that a pod excludes
 
 
 def resolve_new_template(
@@ -246,7 +247,8 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     key = find_key((template.secret_name_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
     actions.append(EnsureTemplate(name, t, template.build_config_map(job, frozen, key)))
     leader = _find_leader_address(s, chosen, epoch)
-    actions.append(CreatePods(chosen, epoch, frozen, leader, s.observed.silent_nodes))
+    avoided = tuple(sorted({*s.observed.silent_nodes, *node_notices.list_left_nodes(s)}))[:MAX_AVOIDED]
+    actions.append(CreatePods(chosen, epoch, frozen, leader, avoided))
     return actions
 
 

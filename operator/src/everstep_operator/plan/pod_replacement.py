@@ -89,7 +89,9 @@ def list_pods_to_place_anew(s: PlanContext) -> tuple[list[PodView], float | None
 
 def _is_back(s: PlanContext, name: str) -> bool:
     node = s.observed.nodes.get(name)
-    return node is not None and node.ready and node.gone_since is None and name not in s.observed.silent_nodes
+    if node is None or not node.ready or node.gone_since is not None or name in s.observed.silent_nodes:
+        return False
+    return node.signal is None or not node.signal.leaves
 
 
 def is_out_of_memory(pod: PodView) -> bool:
@@ -102,9 +104,11 @@ def explain_loss(pod: PodView | None) -> Reason:
         return Reason.POD_DELETED
     if is_out_of_memory(pod):
         return Reason.OUT_OF_MEMORY
+    if pod.disruption != "PreemptionByScheduler" and (announced := _explain_by_notice(pod)) is not None:
+        return announced
     if pod.disruption is not None:
         return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
-    if pod.ended is not None and pod.ended.reason in ("Evicted", "Preempting", "Terminated", "NodeShutdown"):
+    if pod.ended is not None and pod.ended.reason in _KUBELET_ENDS:
         return Reason.EVICTED
     if pod.ended is None and pod.gone_since is not None:
         return Reason.NODE_LOST
@@ -115,6 +119,31 @@ def explain_loss(pod: PodView | None) -> Reason:
     if pod.ended is not None and pod.ended.signal == 9:
         return Reason.CONTAINER_KILLED
     return Reason.POD_LOST
+
+
+def explain_pod_loss(s: PlanContext, pod: PodView | None) -> Reason:
+    """Return the reason of a loss as `explain_loss`, and of a pod whose object is gone the end of its node that was
+    announced, if one was."""
+    record = s.status.disruption
+    if pod is None and record is not None and record.deadline is not None:
+        nodes = {p.node for p in s.current.values()}
+        if record.leaving is not None or not nodes.issuperset(record.nodes):
+            return NOTICE_REASONS.get(record.reason, Reason.POD_DELETED)
+    return explain_loss(pod)
+
+
+def _explain_by_notice(pod: PodView) -> Reason | None:
+    """Return the announced end of a pod's node as the reason of its loss, where nothing else explains it better.
+
+    A kubelet that shuts down with its machine says so, where nobody has announced it: on a spot node that is the
+    provider's notice, and the only one that some of them give.
+    """
+    ended = pod.ended
+    if ended is not None and ended.reason in _SHUTDOWNS and pod.on_spot:
+        return Reason.SPOT_INTERRUPTION
+    taken = pod.deleting or pod.gone_since is not None or pod.disruption is not None
+    ended_by_kubelet = ended is not None and (ended.reason in _KUBELET_ENDS or ended.signal in _STOP_SIGNALS)
+    return NOTICE_REASONS.get(pod.notice) if taken or ended_by_kubelet else None
 
 
 def describe_kept_pod(s: PlanContext) -> tuple[PodView, str] | None:
@@ -148,6 +177,13 @@ def _list_unclean_uids(s: PlanContext) -> set[str]:
 
 
 _RUNNING_PHASES = frozenset({"Starting", "Running", "Restarting"})
+_SHUTDOWNS = frozenset({"Terminated", "NodeShutdown"})  # of a pod, by a kubelet whose machine shuts down
+_KUBELET_ENDS = frozenset({"Evicted", "Preempting", *_SHUTDOWNS})
+_STOP_SIGNALS = (9, 15)
+# Why a node goes away, by the name of the reason; the restart that follows is free of charge.
+NOTICE_REASONS = {
+    reason.value: reason for reason in (Reason.SPOT_INTERRUPTION, Reason.NODE_MAINTENANCE, Reason.SCALE_DOWN)
+}
 _DISRUPTIONS = {
     "PreemptionByScheduler": Reason.PREEMPTED,
     "EvictionByEvictionAPI": Reason.EVICTED,
@@ -157,5 +193,11 @@ _DISRUPTIONS = {
 }
 _REASONS_BY_RESULT = {"fenced": Reason.FENCED, "unclean": Reason.UNCLEAN_NODE, "stopped": Reason.POD_DELETED}
 LOSS_REASONS = frozenset(
-    {*_DISRUPTIONS.values(), *_REASONS_BY_RESULT.values(), Reason.OUT_OF_MEMORY, Reason.CONTAINER_KILLED}
+    {
+        *_DISRUPTIONS.values(),
+        *_REASONS_BY_RESULT.values(),
+        *NOTICE_REASONS.values(),
+        Reason.OUT_OF_MEMORY,
+        Reason.CONTAINER_KILLED,
+    }
 )  # what `explain_loss` may find, but for the vague POD_LOST

@@ -34,6 +34,7 @@ _CAUSE_OF_REASON = {
     Reason.OUT_OF_MEMORY: Cause.APPLICATION,
     Reason.HANG: Cause.APPLICATION,
     Reason.PREEMPTED: Cause.PREEMPTION,
+    **dict.fromkeys(pod_replacement.NOTICE_REASONS.values(), Cause.PREEMPTION),
 }
 
 
@@ -74,7 +75,7 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
     elif s.plain and (broken := _find_plain_loss(s)) is not None:
         epoch, pod = broken
         if not restarts.last or restarts.last.token < (epoch, 1):
-            reason = Reason.APPLICATION_ERROR if _has_failed_itself(pod) else pod_replacement.explain_loss(pod)
+            reason = Reason.APPLICATION_ERROR if _has_failed_itself(pod) else pod_replacement.explain_pod_loss(s, pod)
             before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason)
             failure = make_pod_failure(pod, reason)
     if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
@@ -86,7 +87,7 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
         known = head is None or head.epoch == s.status.epoch
         newest = restarts.last.token if restarts.last is not None else (0, 0)
         if known and (dead or loss is not None) and newest < (s.status.epoch, generation):
-            reason = pod_replacement.explain_loss(loss)
+            reason = pod_replacement.explain_pod_loss(s, loss)
             before, restarts = restarts, _add_charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
             failure = make_pod_failure(loss, reason)
     exhausted = _find_exhausted_budget(s, restarts)
@@ -163,6 +164,8 @@ def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Rest
     pod = s.current.get(entry.index) if entry.index is not None else None
     if (pod is None or is_replacement(s, pod)) and (noted := _find_noted_loss(s, restarts)) is not None:
         return noted
+    if pod is None and (announced := pod_replacement.explain_pod_loss(s, None)) is not Reason.POD_DELETED:
+        return announced
     if pod is not None and _is_lost_pod(pod, entry):
         if not pod.live:
             return pod_replacement.explain_loss(pod)

@@ -38,6 +38,7 @@ _TIMING_OF_PHASE = {
     Phase.RUNNING: "running",
     Phase.RESTARTING: "recovering",
 }
+_PHASES_THAT_GO_ON = frozenset({Phase.SCHEDULING, Phase.STARTING, Phase.RUNNING, Phase.RESTARTING})
 _WARNING_PHASES = frozenset({Phase.FAILED, Phase.RESTARTING})
 
 
@@ -61,6 +62,7 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
             "restarts": decision.restarts or old.restarts,
             "start_failures": decision.start_failures,
             "last_failure": decision.last_failure or old.last_failure,
+            "disruption": decision.disruption,
             "transitions": _update_transitions(s, decision) if moved else old.transitions,
             "timings": _update_timings(s, moved, checkpoint),
         }
@@ -91,6 +93,11 @@ def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]
     before, nodes = (status.condition(ConditionType.NODES_HEALTHY) for status in (s.status, new))
     if nodes is not None and nodes.status == "False" and (before is None or before.reason != nodes.reason):
         events.append(JobEvent("Warning", nodes.reason, nodes.message[:1024]))
+    known = s.status.disruption
+    pending = known is not None and known.deadline is not None and known.leaving is None
+    if known is not None and pending and new.disruption is None and new.phase in _PHASES_THAT_GO_ON:
+        message = f"the notice of {', '.join(known.nodes[:3])} is withdrawn ({known.source}): ranks go on"
+        events.append(JobEvent("Normal", Reason.NOTICE_WITHDRAWN.value, message[:1024]))
     failure = new.last_failure
     if failure is not None and failure.reason == Reason.START_FAILED and failure != s.status.last_failure:
         events.append(JobEvent("Warning", failure.reason, failure.message[:1024]))

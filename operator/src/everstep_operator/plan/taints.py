@@ -7,18 +7,8 @@ away for good.
 
 from __future__ import annotations
 
-# Taints by which those who remove nodes announce it. A cordon (spec.unschedulable) says the same with no name.
-DRAIN_TAINTS = frozenset(
-    {
-        "ToBeDeletedByClusterAutoscaler",
-        "karpenter.sh/disrupted",
-        "cloud.google.com/impending-node-termination",
-        "aws-node-termination-handler/spot-itn",
-        "aws-node-termination-handler/scheduled-maintenance",
-        "aws-node-termination-handler/asg-lifecycle-termination",
-        "remediator.kubernetes.azure.com/unschedulable",
-    }
-)
+from everstep_operator.plan.node_signals import SIGNAL_TAINTS
+
 _DOMAINS = (
     "node.kubernetes.io/",  # conditions of the node, cordons
     "node.cloudprovider.kubernetes.io/",  # until the cloud provider has initialized it, and while it is shut down
@@ -29,7 +19,7 @@ _DOMAINS = (
     "status-taint.cluster-autoscaler.kubernetes.io/",
     "ignore-taint.cluster-autoscaler.kubernetes.io/",
 )
-_KEYS = DRAIN_TAINTS | {"karpenter.sh/unregistered", "karpenter.sh/disruption"}
+_KEYS = SIGNAL_TAINTS | {"karpenter.sh/unregistered", "karpenter.sh/disruption"}
 # Network plugins, CSI drivers and others name the taint that they remove after their own domain.
 _NAMES = ("not-ready", "uninitialized", "startup")
 

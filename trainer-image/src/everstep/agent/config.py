@@ -106,6 +106,11 @@ class AgentPaths:
     owns_pod: bool
     slots: Path | None = None
 
+    @property
+    def checkpoint_request(self) -> Path:
+        """Return the file by which ranks learn that a checkpoint is asked for."""
+        return self.scratch / "checkpoint-request.json"
+
     @classmethod
     def for_pod(cls, agent: Path) -> AgentPaths:
         return cls(

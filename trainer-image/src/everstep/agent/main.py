@@ -25,7 +25,7 @@ from .system import agent_log
 from .system.agent_log import log_line
 from .system.clock import read_boottime
 from .system.faults import explain_fault
-from .system.processes import make_undumpable
+from .system.processes import make_undumpable, name_process
 from .system.tasks import Tasks
 from .system.threads import in_thread_when_possible
 from .wire.auth import read_token
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .leader.leader_server import LeaderServer
 
 MAX_OPEN_FILES = 65536
+PROCESS_NAME = "everstep-agent"
 
 # With TERM, those that images name as their STOPSIGNAL, or pods as their stopSignal (web servers QUIT, systemd RTMIN+3,
 # scripts that save on USR1): a pod's deletion sends that one instead, and without a handler process 1 would not even
@@ -50,6 +51,11 @@ STOP_SIGNALS = (
     signal.SIGUSR2,
     _RTMIN_3,
 )
+
+
+# On a laptop, the end of `everstep run` itself. The kernel sends it again for each thread of that process that ends, so
+# that a repetition is no hurry.
+PARENT_DEATH_SIGNAL = signal.SIGUSR2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +117,15 @@ def run_agent(options: AgentOptions) -> int:
             "EVERSTEP_POD_IP": options.address,
             "EVERSTEP_LEADER": options.leader,
         }
+    name_process(PROCESS_NAME)
     make_undumpable()  # before the token is in memory
     try:
         config, token = load_config(paths.job, environ), read_token(paths.token)
+        listens_on = "::" if ":" in config.pod_ip else "0.0.0.0"  # noqa: S104 - the pod's own
         paths.scratch.mkdir(parents=True, exist_ok=True)
         if options.base is not None:
-            config = dataclasses.replace(config, port=options.port, service="")
-        return asyncio.run(_Agent(config, paths, token).run())
+            config, listens_on = dataclasses.replace(config, port=options.port, service=""), options.address
+        return asyncio.run(_Agent(config, paths, token, listens_on).run())
     except Exception as error:
         agent_log.route_log_lines(None)
         if not isinstance(error, (OSError, ValueError)):
@@ -131,8 +139,9 @@ def run_agent(options: AgentOptions) -> int:
 
 
 class _Agent:
-    def __init__(self, config: AgentConfig, paths: AgentPaths, token: bytes) -> None:
+    def __init__(self, config: AgentConfig, paths: AgentPaths, token: bytes, listens_on: str) -> None:
         self._config = config
+        self._listens_on = listens_on
         self._paths = paths
         self._token = token
         self._signals = 0
@@ -161,11 +170,11 @@ class _Agent:
         node.run_with(processes, self._token)
         # By this clock a request that was signed before this machine was suspended is too old to renew a lease.
         server = HttpServer(self._token, routes, read_boottime)
-        await server.start("::" if ":" in config.pod_ip else "0.0.0.0", config.port)  # noqa: S104 - the pod's own
+        await server.start(self._listens_on, config.port)
         for signum in STOP_SIGNALS:
             if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
                 continue  # a laptop's nohup
-            loop.add_signal_handler(signum, self._handle_stop_signal, node, tasks)
+            loop.add_signal_handler(signum, self._handle_stop_signal, signum, node, tasks)
         log_line(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leader_server is not None:
             leader_server.start(processes)
@@ -219,8 +228,10 @@ class _Agent:
             with contextlib.suppress(asyncio.TimeoutError):  # a volume that hangs must not keep the pod from ending
                 await asyncio.wait_for(writing, failure_file.FAILURE_FILE_SECONDS)
 
-    def _handle_stop_signal(self, node: NodeAgent, tasks: Tasks) -> None:
+    def _handle_stop_signal(self, signum: int, node: NodeAgent, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""
+        if self._signals and signum == PARENT_DEATH_SIGNAL:
+            return
         self._signals += 1
         grace = self._config.stop_grace
         if self._signals > 1:

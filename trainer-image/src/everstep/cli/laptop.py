@@ -35,13 +35,20 @@ class LocalRun:
             prepared: The job.
             base: The folder of its files; None for one that belongs to its manifest.
             anew: Whether to leave behind the checkpoints of an earlier run that did not succeed.
+
+        Raises:
+            CliError: There is no folder to be had.
         """
         self._prepared = prepared
-        self._base = base.absolute() if base else find_default_base(prepared.name, prepared.file, anew=anew)
+        try:
+            self._base = base.absolute() if base else find_default_base(prepared.name, prepared.file, anew=anew)
+        except OSError as error:
+            raise CliError(f"no temporary folder can be made ({error.strerror}): give a folder with --base") from error
         self._anew = anew
         self._story = StateNarrator(prepared.restarts)
         self._interrupts = 0
         self._stop_sent = False
+        self._ended_first: int | None = None  # the node whose agent ended before the job did
 
     def run(self) -> int:
         """Run the job and return its exit code; 130 if it was interrupted.
@@ -54,12 +61,18 @@ class LocalRun:
         started = time.time()
         agent = self._base / "agent.pyz"
         with hold_base(self._base) as lock, LiveScreen(self._prepared.name) as screen, self._signals():
-            agent.write_bytes(build_zipapp())
-            checkpoints = LocalCheckpoints(self._base, self._prepared.checkpoint, anew=self._anew)
-            for note in (*self._prepared.notes, *checkpoints.list_notes()):
-                screen.say(note)
-            job = self._prepared.local.with_variables(checkpoints.make_variables())
-            agents = LocalAgents(job, self._base, agent, screen.log, lock)
+            try:
+                agent.write_bytes(build_zipapp())
+                checkpoints = LocalCheckpoints(self._base, self._prepared.checkpoint, anew=self._anew)
+                for note in (*self._prepared.notes, *checkpoints.list_notes()):
+                    screen.say(note)
+                job = self._prepared.local.with_variables(checkpoints.make_variables())
+                agents = LocalAgents(job, self._base, agent, screen.log, lock)
+            except OSError as error:
+                where = error.filename or self._base
+                raise CliError(
+                    f"{where}: {error.strerror}: make room there, or give another folder with --base"
+                ) from error
             try:
                 self._follow(agents, screen)
                 if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
@@ -109,12 +122,14 @@ class LocalRun:
             screen.show(state)
             # On a cluster the operator would replace the pod; here nobody does.
             if self._story.outcome is None and (gone := [i for i, code in enumerate(agents.exits) if code is not None]):
+                self._ended_first = gone[0]
                 screen.say(f"the agent of node {gone[0]} ended unexpectedly")
                 return
             time.sleep(max(0.0, MIN_PAUSE - (time.monotonic() - asked)))
 
     def _verdict(self, agents: LocalAgents, screen: LiveScreen) -> int:
-        outcome: dict[str, Any] = self._story.outcome or agents.last_word()
+        # Without an outcome, whoever ended first knows why; the others were told to.
+        outcome: dict[str, Any] = self._story.outcome or agents.last_word(self._ended_first or 0)
         result = outcome.get("result")
         code = int(outcome.get("exitCode") or 0)
         message = f": {outcome['message']}" if outcome.get("message") else ""
@@ -126,7 +141,8 @@ class LocalRun:
             return 0
         if result == "left":  # the agent itself; on a cluster its pod would be replaced
             result = "failed"
-        screen.say(f"{result or 'failed: the leader exited without a message'}{message} (exit code {code or 1})", "red")
+        who = f"the agent of node {self._ended_first}" if self._ended_first else "the leader"
+        screen.say(f"{result or f'failed: {who} exited without a message'}{message} (exit code {code or 1})", "red")
         return code or 1
 
     def _summary(self, started: float, ended: float) -> Iterator[str]:

@@ -46,6 +46,16 @@ class LeaderClient:
     def peers(self, epoch: int, addresses: Mapping[int, str]) -> None:
         self._post("/v1/peers", {"epoch": epoch, "addresses": {str(i): a for i, a in addresses.items()}})
 
+    def checkpoint(self, epoch: int, name: str, deadline: float | None = None) -> None:
+        """Have all ranks save at their next step boundary.
+
+        Args:
+            epoch: That of the leader.
+            name: Id of the request: the same one again changes nothing.
+            deadline: Seconds left for it; None: no hurry.
+        """
+        self._post("/v1/checkpoint", {"epoch": epoch, "id": name, "deadline": deadline})
+
     def stop(self, reason: str) -> None:
         self._post("/v1/stop", {"reason": reason})
 

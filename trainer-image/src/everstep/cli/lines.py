@@ -38,9 +38,11 @@ def parse_line(raw: str, pod: str, *, stamped: bool) -> LogLine:
         # Fractions are printed without their trailing zeros, and would not sort as text.
         stamp = f"{found[1]}.{(found[2] or ''):0<9}"
         text = text[found.end() :]
+    rank = None
     if tag := _TAG.match(text):
-        return LogLine(pod, text[tag.end() :], int(tag[1]), stamp)
-    return LogLine(pod, text, None, stamp)
+        text, rank = text[tag.end() :], int(tag[1])
+    # Of a progress bar that rewrites its line, only the last state.
+    return LogLine(pod, text.rpartition("\r")[2], rank, stamp)
 
 
 def is_wanted(line: LogLine, rank: int | None) -> bool:

@@ -26,6 +26,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 EPOCH = 1
 TOKEN_BYTES = 32
 KILL_SECONDS = 5.0
+PARENT_DEATH_SIGNAL = signal.SIGUSR2  # agents take it for a stop, and do not count it: it may come several times
 _PR_SET_PDEATHSIG = 1
 
 
@@ -69,7 +70,7 @@ class LocalAgents:
         self.addresses = {index: f"{LOOPBACK_ADDRESS}:{port}" for index, port in enumerate(ports)}
         self._write = write
         self._threads: list[threading.Thread] = []
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         base.mkdir(parents=True, exist_ok=True)
         _write_private_file(base / "token", self.token)
         (base / "job.json").write_text(json.dumps({**job.config, "job": _identify_job(job.config["job"])}))
@@ -99,10 +100,10 @@ class LocalAgents:
             thread.join(2)
         return True
 
-    def last_word(self) -> dict[str, Any]:
-        """Return the termination message of the leader; empty if it did not come to that."""
+    def last_word(self, index: int = 0) -> dict[str, Any]:
+        """Return the termination message of an agent, by default the leader's; empty if it did not come to that."""
         try:
-            word: dict[str, Any] = json.loads((self.base / "node-0" / "termination-log").read_bytes())
+            word: dict[str, Any] = json.loads((self.base / f"node-{index}" / "termination-log").read_bytes())
         except (OSError, ValueError):
             return {}
         return word
@@ -123,7 +124,7 @@ class LocalAgents:
                 process.kill()
                 process.wait()
 
-    def _start(self, index: int, port: int, agent: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def _start(self, index: int, port: int, agent: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         command: Sequence[str] = (
             *(sys.executable, "-I", "-S", "-B", str(agent), "run", "--local", str(self.base)),
             *("--index", str(index), "--port", str(port), "--address", LOOPBACK_ADDRESS),
@@ -134,8 +135,6 @@ class LocalAgents:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             # The terminal's Ctrl-C is for us: the job is stopped through its leader, with grace.
             start_new_session=True,
             pass_fds=self._lock,
@@ -148,9 +147,9 @@ class LocalAgents:
             self._threads.append(thread)
         return process
 
-    def _read(self, node: str, stream: IO[str]) -> None:
+    def _read(self, node: str, stream: IO[bytes]) -> None:
         for raw in stream:
-            self._write(parse_line(raw, node, stamped=False))
+            self._write(parse_line(raw.decode(errors="replace"), node, stamped=False))
 
 
 @contextlib.contextmanager
@@ -195,7 +194,7 @@ def _make_parent_death_hook() -> Callable[[], object] | None:
         prctl = ctypes.CDLL(None).prctl
     except (AttributeError, OSError):
         return None
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    return lambda: prctl(_PR_SET_PDEATHSIG, PARENT_DEATH_SIGNAL, 0, 0, 0)
 
 
 def find_free_ports(count: int) -> list[int]:

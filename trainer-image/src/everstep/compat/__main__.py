@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from everstep.compat import install
+from everstep.compat.hook import NAMES
 
 
 def main() -> None:
@@ -16,6 +17,7 @@ def main() -> None:
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     install()
+    sys.path.append(str(NAMES))  # for the processes that it spawns
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

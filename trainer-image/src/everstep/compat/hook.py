@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+
+NAMES = Path(__file__).with_name("names")  # a folder for sys.path, with a module for each name that can be installed
 
 
 def install_names(name: str, target: str) -> None:
@@ -19,9 +22,15 @@ def install_names(name: str, target: str) -> None:
     """
     if any(isinstance(finder, _AliasFinder) and finder.name == name for finder in sys.meta_path):
         return
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
+    if name in sys.modules or not _is_free(name):
         raise ImportError(f"{name} is installed: everstep does not take its place", name=name)
     sys.meta_path.insert(0, _AliasFinder(name, target))
+
+
+def _is_free(name: str) -> bool:
+    """Return whether nothing is found by this name, or only what leads here."""
+    found = importlib.util.find_spec(name)
+    return found is None or (found.origin is not None and Path(found.origin).parent == NAMES)
 
 
 class _AliasFinder(MetaPathFinder):

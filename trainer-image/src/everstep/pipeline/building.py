@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
 
 from everstep.coordination.heartbeat import Heartbeat
 from everstep.pipeline.cutting import CutModel
 from everstep.pipeline.engine.engine import Engine
+from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.attributes import FixedAttributes
+from everstep.pipeline.frontend.fixed_modules import FixedModules
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes
+from everstep.pipeline.frontend.foreign_weights import mark_foreign
 from everstep.pipeline.frontend.materialise import Seeded, materialise_stages
+from everstep.pipeline.frontend.record import ForwardRecord
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
+from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.module import Pipeline
 from everstep.pipeline.negotiation import PipelineTerms
 from everstep.pipeline.recut import Recut
@@ -36,7 +45,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     transport = ProcessGroups(position.grid, position.device, nccl=position.nccl, control=terms.control)
     own = {index: cut.stages[index] for index in cut.schedule.stages_of(transport.rank)}
     recut = Recut(model)
-    terms.control.run_on_all_ranks(lambda: _fill_stages(terms, own))
+    terms.control.run_on_all_ranks(lambda: _fill_stages(terms, own, found))
     recut.carry_weights(own, terms.control)
     if isinstance(found, Traced):
         terms.arguments.traced_with(terms.example)
@@ -46,7 +55,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     if heart is not None:
         engine.watch = heart
         heart.follow(lambda: engine.progress, lambda: engine.passes)
-    return Pipeline(
+    run = Pipeline(
         engine,
         own,
         cut.plan,
@@ -56,12 +65,56 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         terms.control,
         FixedAttributes(model, found.attributes, terms.autocast) if isinstance(found, Traced) else None,
         found.sizes if isinstance(found, Traced) else FixedSizes(),
+        FixedModules(model, found.opened),
     )
+    run.expect_idle(cut.idle)
+    return run
 
 
-def _fill_stages(terms: PipelineTerms, own: Mapping[int, StageModule]) -> None:
+def mark_weights_of_others(model: nn.Module, cut: CutModel, run: Pipeline) -> None:
+    """Let this process's copies of what other stages train be read no more, nor those of buffers that they write.
+
+    Args:
+        model: The model that was cut.
+        cut: Its stages.
+        run: This process's pipeline.
+    """
+    holders: dict[str, tuple[int, ...]] = {}
+    for stage in cut.stages:
+        for name, _ in _iterate_tensors(stage.module, every_name=True):
+            holders[name] = (*holders.get(name, ()), stage.index)
+    own = set(cut.schedule.stages_of(run.engine.rank))
+    written = {name for stage in cut.stages for name in stage.writes}
+    parameters = {name for name, _ in model.named_parameters()}
+    foreign = {
+        name: ("parameter" if name in parameters else "buffer", tensor)
+        for name, tensor in _iterate_tensors(model)
+        if name in parameters | written and own.isdisjoint(holders.get(name, ()))
+    }
+    mark_foreign(foreign, holders, cut.plan.placement, run.opened)
+
+
+def _iterate_tensors(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, Any]]:
+    yield from module.named_parameters(remove_duplicate=not every_name)
+    yield from module.named_buffers(remove_duplicate=not every_name)
+
+
+def _refuse_moved_views(record: ForwardRecord, device: torch.device) -> None:
+    """Refuse views of parameters that a forward has kept, where they would be in other memory than these."""
+    for index, name in record.aliases.items():
+        if record.constants[index].device != device:
+            raise PipelineError(
+                f"forward reads a tensor that shares memory with the parameter {name!r}, as a view of it that is kept "
+                f"in an attribute; on {device} it would share none, and never change: let forward make the view from "
+                "the parameter itself"
+            )
+
+
+def _fill_stages(terms: PipelineTerms, own: Mapping[int, StageModule], found: Traced | Tree) -> None:
     """Put the stages of this process on its device, with their weights."""
     request, device = terms.request, terms.position.device
+    if isinstance(found, Traced):
+        _refuse_moved_views(found.record, device)
     weights = request.layout.weights
     source = weights if weights is not None else Seeded(request.model, request.engine.seed)
     materialise_stages(own.values(), source, device=device)

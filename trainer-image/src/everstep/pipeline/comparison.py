@@ -22,13 +22,15 @@ from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced, attributes_kept
 from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.left_behind import WatchedLoss
+from everstep.pipeline.loss_state import call_twice, refuse_state
 
 _log = logging.getLogger("everstep.pipeline")
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _TARGETS = "targets:"  # beside the arguments, of which none has such a name
 _IN_LOSS = "the loss takes them together, or counts something else than samples"
-_SAMPLES = 8  # of the example: the fewer there are, the more it shows that each meets fewer others
+_SAMPLES = 4  # of the example: the fewer there are, the more it shows that each meets fewer others
 # Relative, of losses and of gradients. A balance of experts is taken over a batch, too, and is a small part of a loss:
 # what a model returns beside what it makes of each sample may differ by that.
 _OF_SAMPLES, _OF_NUMBERS = 1e-3, 0.1
@@ -90,7 +92,7 @@ def check_samples(
     loss: Loss,
     weight: Loss | None,
     whole: frozenset[str],
-) -> str:
+) -> list[str]:
     """Compare the loss of some samples with that of their halves, by the model as it evaluates.
 
     Args:
@@ -102,7 +104,7 @@ def check_samples(
         whole: Arguments without samples.
 
     Returns:
-        Nothing: there is nothing to tell.
+        The names of the parameters that learn and of which the loss has no gradient, as far as that is known.
 
     Raises:
         PipelineError: They differ: a batch is more than its samples, and micro-batches would train something else.
@@ -110,7 +112,7 @@ def check_samples(
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
     samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), whole)
     if any(each.device.type == "meta" for each in tensors) or not samples or samples < 2:
-        return ""
+        return []
     device, count = tensors[0].device, min(samples, _SAMPLES)
     some = {
         name: each if name in whole else _take_samples(each, samples, count)
@@ -118,13 +120,17 @@ def check_samples(
     }
 
     learning = [each for each in model.parameters() if each.requires_grad]
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    idle = set(names)
 
-    def run(given: Mapping[str, Any], number: int) -> Ran:
+    def run(given: Mapping[str, Any], number: int, *, is_differentiated: bool = True) -> Ran:
         here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
         own = here.pop(_TARGETS)
         output = Arguments(model).call(model, here)
         part = compute_loss(loss, output, own, number, weight)
-        return map_tensors(output, torch.Tensor.detach), part, _differentiate(part, learning)
+        slope = _differentiate(part, learning if is_differentiated else [])
+        idle.difference_update(name for name, each in zip(names, slope, strict=False) if each is not None)
+        return map_tensors(output, torch.Tensor.detach), part, slope
 
     try:
         with _evaluation_mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
@@ -133,9 +139,9 @@ def check_samples(
         raise
     except Exception as error:
         _log.info("whether samples meet in the loss was not looked at: %s: %s", type(error).__name__, error)
-        return ""
+        return []
     if apart is None:
-        return ""
+        return sorted(idle) if len(idle) < len(names) else []
     where = _IN_LOSS
     if not apart.alike:
         del some[_TARGETS]
@@ -154,11 +160,16 @@ class FirstLook:
         PipelineError: It does, as check_samples().
     """
 
-    def __init__(self, loss: Loss, weight: Loss | None) -> None:
-        self._loss, self._weight = loss, weight
-        self._looked = False
+    def __init__(self, loss: Loss, weight: Loss | None, times: int) -> None:
+        self._loss, self._weight, self._times = loss, weight, times
+        self._looked, self._is_new = False, True
 
     def __call__(self, output: Any, targets: Any) -> Any:
+        if self._is_new and torch.is_grad_enabled():
+            self._is_new = False
+            own = self._loss.loss if isinstance(self._loss, WatchedLoss) else self._loss
+            if (values := call_twice(own, output, targets, self._weight)) is not None:
+                refuse_state(*values, self._times)
         if not self._looked and torch.is_grad_enabled():
             self._look(output, targets)
         return self._loss(output, targets)
@@ -175,12 +186,12 @@ class FirstLook:
         count = min(samples, _SAMPLES)
         some = {"output": _take_samples(output, samples, count), _TARGETS: _take_samples(targets, samples, count)}
 
-        def run(given: Mapping[str, Any], number: int) -> Ran:
+        def run(given: Mapping[str, Any], number: int, *, is_differentiated: bool = True) -> Ran:
             here = {key: map_tensors(each, lambda tensor: tensor.detach().clone()) for key, each in given.items()}
             # The output is what it is: only the loss is looked at.
             leaves = [each.requires_grad_() for each in tensors_of(here["output"]) if each.is_floating_point()]
             part = compute_loss(self._loss, here["output"], here[_TARGETS], number, self._weight)
-            return here["output"], part, _differentiate(part, leaves)
+            return here["output"], part, _differentiate(part, leaves if is_differentiated else [])
 
         devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
         try:
@@ -219,7 +230,7 @@ class _Difference:
 
 
 def _find_difference(
-    run: Callable[[Mapping[str, Any], int], Ran],
+    run: Callable[..., Ran],
     some: Mapping[str, Any],
     count: int,
     whole: frozenset[str],
@@ -233,7 +244,7 @@ def _find_difference(
     torch.manual_seed(0)
     output, at_once, slope = run(some, count)
     torch.manual_seed(1)
-    if float(run(some, count)[1].sum.detach()) != float(at_once.sum.detach()):
+    if float(run(some, count, is_differentiated=False)[1].sum.detach()) != float(at_once.sum.detach()):
         return None
     rounding = 8 * torch.finfo(at_once.sum.dtype).eps if at_once.sum.is_floating_point() else 0.0
     for parts in sorted({2, count}):

@@ -9,13 +9,15 @@ from typing import Any
 from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.frontend.foreign_weights import TrainedElsewhere, make_foreign_error
 from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.writes import refuse_writes
 from everstep.pipeline.half import refuse_half_regions
-from everstep.pipeline.left_behind import WatchedLoss, check_left_behind, check_second_forward
+from everstep.pipeline.left_behind import LossUses, WatchedLoss, check_left_behind, check_second_forward
+from everstep.pipeline.loss_state import loss_kept, refuse_state
 from everstep.pipeline.negotiation import PipelineTerms
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.prepare import (
@@ -38,6 +40,7 @@ class CutModel:
         stages: All stages, as modules without anything of their own.
         schedule: The actions of each rank.
         loss: The loss, which looks at the first micro-batch where it could not be checked before.
+        idle: The names of the parameters that the loss does not depend on, as far as that is known.
     """
 
     found: Traced | Tree
@@ -45,6 +48,7 @@ class CutModel:
     stages: Sequence[StageModule]
     schedule: Schedule
     loss: Loss
+    idle: Sequence[str] = ()
 
 
 def trace_requested_model(terms: PipelineTerms) -> Traced | Tree:
@@ -76,11 +80,14 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
         PipelineError: On all processes: nothing fits, or the stages would train something else.
     """
     _refuse_writes(terms, found, terms.request.microbatches or 1)  # before anything is measured, if that is known
-    loss = _watch_loss(terms, found)  # before anything else calls it
-    plan = _make_plan(terms, found)
-    _refuse_writes(terms, found, plan.microbatches)
-    plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
-    return CutModel(found, plan, stages, schedule, _check_cut(terms, found, plan, stages, loss))
+    with loss_kept(terms.request.loss):
+        loss, uses = _watch_loss(terms, found)  # before anything else calls it
+        plan = _make_plan(terms, found)
+        _refuse_writes(terms, found, plan.microbatches)
+        plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
+        times = plan.microbatches * terms.position.grid.replicas
+        terms.control.run_on_all_ranks(lambda: _refuse_uses(found, uses, plan, stages, times))
+        return CutModel(found, plan, stages, schedule, *_check_cut(terms, found, plan, stages, loss))
 
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
@@ -124,29 +131,52 @@ def _cut_model(found: Traced | Tree, plan: Plan) -> tuple[Plan, Sequence[StageMo
     return fitted, stages, fitted.prove()
 
 
-def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> Loss:
-    """Refuse a loss that reads what a forward leaves behind; return the one that looks at its first call for that."""
+def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> tuple[Loss, LossUses]:
+    """Refuse a loss that reads what a forward leaves behind.
+
+    Return the one that looks at its first call for that, and what it is known to use.
+    """
     request = terms.request
     loss, weight, whole = request.loss, request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
-        return loss
+        return loss, LossUses()
     left = found.left if isinstance(found, Traced) else ()
+    uses = LossUses()
     if request.targets is not None:
-        terms.control.run_on_first_rank(
+        uses = terms.control.run_on_first_rank(
             lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, whole)
         )
-    return WatchedLoss(loss, request.model, left) if left else loss
+    return WatchedLoss(loss, request.model, left), uses
+
+
+def _refuse_uses(found: Traced | Tree, uses: LossUses, plan: Plan, stages: Sequence[StageModule], times: int) -> None:
+    """Refuse a loss that reads what changes in training and what the rank of the last stage, where it runs, lacks; and
+    one that goes on from call to call, if a batch has several."""
+    if times > 1 and uses.values is not None:
+        refuse_state(*uses.values, times)
+    changes = {name for name, _ in found.model.named_parameters()}.union(*(each.writes for each in stages))
+    last = plan.placement[-1]
+    places = []
+    for name in uses.weights:
+        if name not in changes:
+            continue  # a buffer that nobody writes is the same everywhere
+        holders = tuple(each.index for each in stages if each.has(name))
+        if all(plan.placement[index] != last for index in holders):
+            ranks = tuple(sorted({plan.placement[index] for index in holders}))
+            places.append(TrainedElsewhere("weight", name, holders, ranks))
+    if places:
+        raise make_foreign_error(places, "the loss")
 
 
 def _check_cut(
     terms: PipelineTerms, found: Traced | Tree, plan: Plan, stages: Sequence[StageModule], loss: Loss
-) -> Loss:
+) -> tuple[Loss, Sequence[str]]:
     """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
-    with."""
+    with, and the parameters that it is known not to depend on."""
     request, first = terms.request, terms.control.run_on_first_rank
     weight, whole = request.engine.loss_weight, request.engine.whole
     if not request.plan.check:
-        return loss
+        return loss, ()
     times = plan.microbatches * terms.position.grid.replicas
     if times > 1:
         first(lambda: check_second_forward(request.model, terms.example, whole, times))
@@ -156,8 +186,9 @@ def _check_cut(
         )
     )
     if times == 1:
-        return loss
+        return loss, ()
     if request.targets is None:
-        return FirstLook(loss, weight)
-    first(lambda: check_samples(request.model, found, terms.example, request.targets, request.loss, weight, whole))
-    return loss
+        return FirstLook(loss, weight, times), ()
+    return loss, first(
+        lambda: check_samples(request.model, found, terms.example, request.targets, request.loss, weight, whole)
+    )

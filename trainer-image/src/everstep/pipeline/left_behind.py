@@ -1,7 +1,8 @@
 """Refuse a loss that reads what a forward leaves behind, such as `self.aux_loss`, instead of what it returns.
 
 The loss runs on the last stage. What other stages leave in attributes, lists or the dictionaries of hooks is on other
-processes, and here there is what was there before: a zero, the result of another batch, or nothing.
+processes, and here there is what was there before: a zero, the result of another batch, or nothing. So it is with their
+weights, of which there are copies here that nobody trains.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import Key
 from everstep.pipeline.frontend.check import as_before
+from everstep.pipeline.frontend.compiled import disable_compilation
+from everstep.pipeline.frontend.foreign_weights import WeightReads, find_foreign, make_foreign_error
 from everstep.pipeline.frontend.patches import listen_to_attributes
 from everstep.pipeline.frontend.trace import attributes_kept
 
@@ -34,22 +38,41 @@ _WHY = (
 )
 
 
+@dataclass(frozen=True)
+class LossUses:
+    """The uses that a loss makes of what is beside its arguments.
+
+    Attributes:
+        weights: The names of the model's parameters and buffers that it reads itself.
+        values: What it gave when it was called twice with the same; None if that is not known, as where it draws
+            random numbers from a generator of its own.
+    """
+
+    weights: tuple[str, ...] = ()
+    values: tuple[float, float] | None = None
+
+
 class WatchedLoss:
     """A loss of which the first call in training is watched.
 
     Raises:
-        PipelineError: It reads an attribute that a forward leaves.
+        PipelineError: It reads an attribute that a forward leaves, or by whatever name a weight of another stage.
     """
 
     def __init__(self, loss: Loss, model: nn.Module, left: Collection[Key]) -> None:
-        self._loss, self._model, self._left = loss, model, left
+        self.loss, self._model, self._left = loss, model, left
+        self._watched = False
 
     def __call__(self, output: Any, targets: Any) -> Any:
-        if not self._left or not torch.is_grad_enabled():
-            return self._loss(output, targets)
-        left, self._left = self._left, ()
-        with _refusing_reads(self._model, left):
-            return self._loss(output, targets)
+        if self._watched or not torch.is_grad_enabled():
+            return self.loss(output, targets)
+        self._watched = True
+        foreign = find_foreign((*self._model.parameters(), *self._model.buffers()))
+        with _refusing_reads(self._model, self._left), disable_compilation(), WeightReads(foreign) as reads:
+            found = self.loss(output, targets)
+        if reads.found:
+            raise make_foreign_error(reads.found.values(), "the loss")
+        return found
 
 
 def check_left_behind(
@@ -60,7 +83,7 @@ def check_left_behind(
     loss: Loss,
     weight: Loss | None,
     whole: Collection[str],
-) -> str:
+) -> LossUses:
     """Compute the loss of an output twice: after the forward that gave it, and after the forward of another batch.
 
     Args:
@@ -73,7 +96,7 @@ def check_left_behind(
         whole: Arguments without samples.
 
     Returns:
-        Nothing: there is nothing to tell.
+        What the loss uses beside the output.
 
     Raises:
         PipelineError: The loss is another one, or reads one of the attributes.
@@ -81,7 +104,7 @@ def check_left_behind(
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
     samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), frozenset(whole))
     if any(each.device.type == "meta" for each in tensors) or not samples:
-        return ""
+        return LossUses()
     device, count = tensors[0].device, min(samples, _SAMPLES)
 
     def take(given: Any, number: int, factor: float = 1.0) -> Any:
@@ -101,26 +124,35 @@ def check_left_behind(
         given = map_tensors(output, lambda tensor: tensor.clone())
         return float(compute_loss(loss, given, take(targets, count), count, weight).sum)
 
+    draws = ScriptDraws(loss if isinstance(loss, nn.Module) else model)
+    drawn = draws.get_state()
     try:
         with as_before(model), attributes_kept(model), torch.no_grad():
             output = run(count)
-            with _refusing_reads(model, left):
+            with _refusing_reads(model, left), WeightReads(_list_addresses(model)) as reads, draws.at(drawn):
                 one = compute(output)
-            again = compute(output)
+            with draws.at(drawn):
+                again = compute(output)
             run(max(1, count // 2), 0.9)
             other = compute(output)
     except PipelineError:
         raise
     except Exception as error:
         _log.info("whether the loss reads what forward leaves was not looked at: %s: %s", type(error).__name__, error)
-        return ""
+        return LossUses()
     if one == again != other:  # one that draws otherwise each time, or counts its calls, says nothing
         raise PipelineError(
             f"the loss of one output is {one:.6g} after the forward that gave it, and {other:.6g} after the forward of "
             "another batch: it reads something that forward leaves behind, as in an attribute, a list or a dictionary "
             f"that hooks fill; {_WHY}"
         )
-    return ""
+    return LossUses(tuple(reads.found.values()), None if reads.draws else (one, again))
+
+
+def _list_addresses(model: nn.Module) -> dict[int, str]:
+    """Return the names of all weights by the addresses of their memory."""
+    both = (*model.named_buffers(), *model.named_parameters())
+    return {each.untyped_storage().data_ptr(): name for name, each in both if each.numel()}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,13 +15,16 @@ from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.autocast import refuse_other_autocast
+from everstep.pipeline.frontend.fixed_modules import FixedModules
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes
+from everstep.pipeline.frontend.foreign_weights import PipelineOpen
 from everstep.pipeline.frontend.skeleton import follow_modes, join_skeletons
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.half import refuse_half_autocast
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.grid import Grid
+from everstep.pipeline.whole_model_calls import allow_whole_model_calls
 
 OptionsOf = Callable[[str, tuple[int, ...]], Mapping[str, Any]]  # of a parameter, by its name and shape
 
@@ -45,6 +48,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         control: Control,
         fixed: FixedAttributes | None = None,
         sizes: FixedSizes = FixedSizes(),  # noqa: B008 - it is frozen
+        modules: FixedModules | None = None,
     ) -> None:
         super().__init__()
         self.engine, self.plan, self.grid = engine, plan, grid
@@ -59,9 +63,13 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         # meet this class's attributes, as it would if they were set one by one.
         self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
         self._non_persistent_buffers_set = part._non_persistent_buffers_set
-        self._fixed, self._sizes = fixed, sizes
+        self._fixed, self._sizes, self._fixed_modules = fixed, sizes, modules
+        self.opened = PipelineOpen()
+        self._idle: list[Any] = []
         if fixed is not None:
             fixed.watch([self, *(stage.module for stage in stages.values())])
+        if modules is not None:
+            modules.watch(self, [part, *(stage.module for stage in stages.values())])
 
     def step(self, batch: Any = None, targets: Any = None, *, last: bool = True) -> StepResult:
         """Forward and backward of a batch of this replica; the parameters then have the gradients of the mean loss over
@@ -69,7 +77,22 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 
         A batch is given as the example was; a process that reads nothing of it may give None. See `Engine.step`.
         """
-        return self.engine.step(*self._read(batch, targets), last=last)
+        done = self.engine.step(*self._read(batch, targets), last=last)
+        for parameter in self._idle if last else ():
+            if parameter.grad is not None and not bool(parameter.grad.any()):
+                parameter.grad = None
+        return done
+
+    def expect_idle(self, names: Collection[str]) -> None:
+        """Take gradients of zeros for none where a loss is known not to depend on a parameter.
+
+        Stages send zeros back for a value that the loss does not use, and weight decay would change the parameters
+        behind it. In one process these have no gradient.
+
+        Args:
+            names: Of these parameters, in the model.
+        """
+        self._idle = [each for name, each in self.named_parameters() if name in set(names)]
 
     def evaluate(self, batch: Any = None, targets: Any = None) -> StepResult:
         """Forward only, in the mode that the modules are in (`eval`, `train`); without targets there is no loss."""
@@ -147,7 +170,9 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 
     def close(self) -> None:
         """Take leave of the others: that this process ends is no loss, unless they begin another step. The modules are
-        the model's again."""
+        the model's again, with the weights of this process's stages."""
+        self.opened.is_open = False
+        allow_whole_model_calls(self.engine)
         self.engine.close()
         if self.engine.watch is not None:
             self.engine.watch.stop()
@@ -163,6 +188,12 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             self.engine.watch.fail(error)
         self.close()
 
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise PipelineError(
+            "a pipeline cannot be copied, as its processes and connections cannot: keep averages as "
+            "{name: each.detach().clone() for name, each in run.named_parameters()}, and change those after each step"
+        )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         raise PipelineError(
             "a pipeline stays where and as it was made: give LayoutOptions(device=…) to pipeline(), cast the model "
@@ -174,6 +205,8 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         try:
             refuse_half_autocast(device, precision)
             self._follow_modes()
+            if self._fixed_modules is not None:
+                self._fixed_modules.check()
             for stage in self._stages.values():
                 stage.check_mode()
             if self._fixed is not None:

@@ -9,16 +9,18 @@ from torch import nn
 
 from everstep.coordination.arrivals import RollCall
 from everstep.keywords import explain_keywords
-from everstep.pipeline.building import build_pipeline
+from everstep.pipeline.building import build_pipeline, mark_weights_of_others
 from everstep.pipeline.cutting import plan_and_cut, trace_requested_model
 from everstep.pipeline.engine.losses import Loss
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.foreign_weights import lend_foreign
 from everstep.pipeline.joining import meet_processes, watch_processes
 from everstep.pipeline.module import Pipeline
 from everstep.pipeline.negotiation import PipelineRequest, negotiate
 from everstep.pipeline.options import LayoutOptions, PlanOptions
 from everstep.pipeline.schedules import Schedule
+from everstep.pipeline.whole_model_calls import refuse_whole_model_calls
 
 
 @explain_keywords(layout=LayoutOptions, plan=PlanOptions, engine=EngineOptions)
@@ -69,8 +71,11 @@ def pipeline(
     request = PipelineRequest(model, example, loss, targets, stages, microbatches, schedule, layout, plan, engine)
     roll = RollCall("pipeline()", engine.timeout)
     control = meet_processes(roll, engine.timeout, engine.heartbeat)
-    with watch_processes(control, engine.heartbeat, roll) as heart:
+    with watch_processes(control, engine.heartbeat, roll) as heart, lend_foreign(model):
         terms = negotiate(control, request)
         found = trace_requested_model(terms)
         cut = plan_and_cut(terms, found)
-        return build_pipeline(terms, cut, heart)
+        run = build_pipeline(terms, cut, heart)
+        mark_weights_of_others(model, cut, run)
+        refuse_whole_model_calls(run.engine)
+        return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -57,6 +58,30 @@ def refuse_unsupported(model: nn.Module) -> None:
                 "memory, and nothing can be written to it, neither by an optimizer nor from a checkpoint or another "
                 "replica: make it with .clone() after expand(), or keep it small and expand it in forward"
             )
+    _refuse_shared_memory(model)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse two tensors in the same memory, of which one learns: each would be trained by its own stage."""
+    found: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for kind, name, tensor in _iterate_tensors(model):
+        if tensor.layout is torch.strided and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            extent = 1 + sum((size - 1) * step for size, step in steps)
+            # Of what is no block of memory only the beginning is known to be in it.
+            length = extent if extent == tensor.numel() else 1
+            start, size = tensor.storage_offset(), tensor.element_size()
+            here = (start * size, (start + length) * size, f"{kind} {name!r}", tensor.requires_grad)
+            found.setdefault(tensor.untyped_storage()._cdata, []).append(here)
+    for tensors in found.values():
+        for (_, end, one, learns), (start, _, other, also) in pairwise(sorted(tensors)):
+            if start < end and (learns or also):
+                raise PipelineError(
+                    f"{one} and {other} are two tensors in the same memory, and would be two weights where they are "
+                    "in two stages: tie parameters by assigning the same one (head.weight = embed.weight, not "
+                    "head.weight.data = embed.weight.data), and let forward compute what a buffer takes from a "
+                    "parameter"
+                )
 
 
 def _why_not(module: nn.Module) -> str | None:

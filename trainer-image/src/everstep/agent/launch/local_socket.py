@@ -86,9 +86,9 @@ class LocalServer:
     """A server that listens below `scratch`, for this user only."""
 
     def __init__(self, scratch: Path, requested: Callable[[LocalConnection, dict[str, Any]], None]) -> None:
-        self.path = scratch / "agent.sock"
+        self.path, self._made = scratch / "agent.sock", False
         if len(os.fsencode(self.path)) > _MAX_PATH:
-            self.path = Path(tempfile.mkdtemp(prefix="everstep-")) / "agent.sock"
+            self.path, self._made = Path(tempfile.mkdtemp(prefix="everstep-")) / "agent.sock", True
         self._requested = requested
         self._peers: list[LocalConnection] = []
         self._loop = asyncio.get_running_loop()
@@ -109,6 +109,8 @@ class LocalServer:
             peer.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
+            if self._made:
+                self.path.parent.rmdir()
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):

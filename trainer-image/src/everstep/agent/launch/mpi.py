@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from .local_socket import LocalConnection, LocalServer
 from .rank_command import PASSED_DESCRIPTOR, SOCKET
 
 VERSION_TIMEOUT_SECONDS = 30.0  # seconds; a cold image on a network disk
+WRONG_RANKS_CODE = 2  # as of a program that was called wrongly
 ABANDONED_SECONDS = 5.0  # seconds that a rank may outlive the MPI daemon's child: the leader's own stop comes first
 
 
@@ -69,6 +72,7 @@ class MpiSession:
     def __init__(self, layout: GenerationLayout, scratch: Path, agent: Path, hooks: AgentHooks) -> None:
         self._layout = layout
         self._scratch = scratch
+        self._made: Path | None = None
         self._hooks = hooks
         self._this = [sys.executable, "-I", "-S", "-B", str(agent)]
         # On every node: Open MPI's daemons get the launcher's parameters, and refuse a launch agent that is not there.
@@ -155,6 +159,8 @@ class MpiSession:
     def close(self) -> None:
         self._ended = True
         self._server.close()
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
         if self._output is not None:
             self._output.close()
 
@@ -166,7 +172,10 @@ class MpiSession:
     def _shim(self) -> Path:
         """Write the shim and return its path: Hydra takes a path without arguments, and Open MPI splits at blanks and
         colons."""
-        path = self._scratch / "rsh"
+        folder = self._scratch
+        if set(" \t:") & set(str(folder)):  # the folder of a run on a laptop
+            folder = self._made = Path(tempfile.mkdtemp(prefix="everstep-"))
+        path = folder / "rsh"
         with faults.name_file_in_errors(path):
             path.write_text(f'#!/bin/sh\nexec {shlex.join([*self._this, "rsh"])} "$@"\n')
         path.chmod(0o700)
@@ -196,6 +205,11 @@ class MpiSession:
         procs = self._layout.procs_per_node
         if rank is None:
             raise ValueError("MPI's daemon did not say which rank this is")
+        wrong = mpi_flavors.explain_counts(env, self._layout.nodes, procs)
+        if wrong is not None:  # nobody answers: this rank waits for the stop
+            self._hooks.stderr.write(f"[mpirun] everstep: {wrong}\n".encode())
+            self._hooks.emit(LauncherExited(self._layout.generation, WRONG_RANKS_CODE, wrong, ()))
+            return
         env.pop(SOCKET, None)
         if peer.fds:
             env[PASSED_DESCRIPTOR] = str(peer.fds[0])

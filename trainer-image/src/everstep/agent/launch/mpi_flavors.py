@@ -153,6 +153,40 @@ def read_rank(env: Mapping[str, str]) -> tuple[int | None, int | None]:
     )
 
 
+def read_counts(env: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Return (ranks in all, ranks on this node) as MPI's daemon told them to its child; None for what it did not."""
+    return (
+        _read_first_integer(env, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+        _read_first_integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    )
+
+
+def explain_counts(env: Mapping[str, str], nodes: int, procs_per_node: int) -> str | None:
+    """Return why mpirun has not started the ranks of the job, as options of the user's may bring about.
+
+    Ranks that are missing somewhere would be waited for without end, and those that are there would be told a world
+    that is not theirs.
+
+    Args:
+        env: The environment of a rank, from MPI's daemon.
+        nodes: The job's nodes.
+        procs_per_node: Its ranks on each of them.
+
+    Returns:
+        None where they are as many as they should be, or it is not told.
+    """
+    ranks, local = read_counts(env)
+    expected = nodes * procs_per_node
+    if ranks in (None, expected) and local in (None, procs_per_node):
+        return None
+    found = f"{ranks} ranks" if ranks not in (None, expected) else f"{local} ranks on one node"
+    return (
+        f"mpirun starts {found}, and the job has {expected}, {procs_per_node} on each of {nodes} nodes: remove what "
+        "counts or places ranks (-np, -n, --map-by, -npernode, -ppn) from the options of its distribution, or change "
+        "numNodes and numProcPerNode"
+    )
+
+
 def _read_first_integer(env: Mapping[str, str], *names: str) -> int | None:
     for name in names:
         if env.get(name, "").isdecimal():

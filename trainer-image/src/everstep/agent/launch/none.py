@@ -11,7 +11,7 @@ def place_ranks(layout: GenerationLayout) -> list[RankPlacement]:
     return [RankPlacement(layout.node_index, 0, layout.nodes, 1)]
 
 
-def make_variables(layout: GenerationLayout) -> dict[str, str]:
+def make_variables(layout: GenerationLayout, rank: int) -> dict[str, str]:
     return build_torchrun_variables(
         num_nodes=layout.nodes,
         node_rank=layout.node_index,

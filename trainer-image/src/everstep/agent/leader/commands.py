@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
+from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.protocol import Outcome
 
@@ -37,6 +38,14 @@ class StopRanks:
 
 
 @dataclass(frozen=True)
+class AskForCheckpoint:
+    """A command to have the ranks of a generation save at their next step boundary, for every node."""
+
+    generation: int
+    request: CheckpointRequest
+
+
+@dataclass(frozen=True)
 class DumpStacks:
     """A command to write the stacks of all ranks to the log, for every joined node."""
 
@@ -48,4 +57,4 @@ class EndJob:
     outcome: Outcome
 
 
-Command = Union[Dial, HangUp, StartRanks, StopRanks, DumpStacks, EndJob]
+Command = Union[Dial, HangUp, StartRanks, StopRanks, AskForCheckpoint, DumpStacks, EndJob]

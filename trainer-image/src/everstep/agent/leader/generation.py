@@ -9,6 +9,7 @@ from everstep.agent.ranks.failure_causes import GenerationFailure
 from everstep.agent.wire.protocol import EndedGeneration, GenerationReport
 
 SETTLE_SECONDS = 0.2  # seconds in which the link of a vanished pod breaks after its peers' connections did
+LAUNCHER_SECONDS = 10.0  # seconds after the launcher's end in which the last report of a rank's may come
 MAX_FAILURES = 256  # all ranks of a large job may fail at once
 
 
@@ -24,6 +25,7 @@ class Generation:
         self._counted: set[tuple[int, int | None, bool]] = set()  # (node, rank, launcher) that failed
         self._started: set[int] = set()  # nodes whose ranks are all started
         self._done: set[int] = set()  # nodes whose ranks all exited with 0
+        self._launcher_ended_at: float | None = None  # with code 0
 
     @property
     def started(self) -> bool:
@@ -39,6 +41,8 @@ class Generation:
             self._started.add(index)
         ranks = {e.rank for e in report.exits if e.ok and e.rank is not None}
         launcher = index > 0 or not self._config.mpi or any(e.launcher and e.ok for e in report.exits)
+        if index == 0 and self._config.mpi and launcher and self._launcher_ended_at is None:
+            self._launcher_ended_at = now
         if len(ranks) >= self._ranks and launcher:
             self._done.add(index)
         new = []
@@ -48,6 +52,31 @@ class Generation:
                 self._counted.add(key)
                 new.append(failure_causes.make_exit_failure(now, index, end))
         return new
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Return the nodes of which not all ranks have exited with 0."""
+        return sorted(set(range(self._config.num_nodes)) - self._done)
+
+    @property
+    def launcher_deadline(self) -> float | None:
+        """Return when a launcher that has ended well has left ranks out: no report of theirs can come any more from a
+        node that has been heard since."""
+        return None if self.done or self._launcher_ended_at is None else self._launcher_ended_at + LAUNCHER_SECONDS
+
+    def defer(self, seconds: float) -> None:
+        """Put off what nodes are waited for: for so long, nobody has read what they say."""
+        self.stop_deadline += seconds
+        if self._launcher_ended_at is not None:
+            self._launcher_ended_at += seconds
+
+    def explain_left_out(self) -> str:
+        """Return what a launcher did that exited with 0, though not all ranks have run to their end."""
+        left = self.unfinished
+        return (
+            f"mpirun exited with code 0, but not all ranks of {len(left)} of {self._config.num_nodes} nodes have run "
+            f"and exited with 0 (node {left[0]} for one): look at the options of the job's distribution"
+        )
 
     def fail(self, failure: GenerationFailure) -> None:
         if len(self.failures) < MAX_FAILURES or failure.exit is None:

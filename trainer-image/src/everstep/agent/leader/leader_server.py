@@ -18,9 +18,10 @@ from everstep.agent.system.agent_log import log_line
 from everstep.agent.system.clock import read_boottime
 from everstep.agent.system.tasks import Tasks
 from everstep.agent.wire import protocol
+from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.http_server import Handler, HttpError, HttpRequest, HttpResponse
 
-from .commands import Command, Dial, DumpStacks, EndJob, HangUp, StartRanks, StopRanks
+from .commands import AskForCheckpoint, Command, Dial, DumpStacks, EndJob, HangUp, StartRanks, StopRanks
 from .leader_state import LeaderState
 from .node_links import Links, Loopback
 from .remote_daemons import RemoteDaemons
@@ -65,6 +66,7 @@ class LeaderServer:
             "/v1/peers": ("POST", self._peers),
             "/v1/announce": ("POST", self._announce),
             "/v1/stop": ("POST", self._stop),
+            "/v1/checkpoint": ("POST", self._checkpoint),
         }
 
     def start(self, processes: SupervisorInterface) -> None:
@@ -152,6 +154,18 @@ class LeaderServer:
         self._pump()
         return HttpResponse.of({"epoch": self._leader.epoch})
 
+    async def _checkpoint(self, request: HttpRequest) -> HttpResponse:
+        """Have all ranks save: `deadline` is the seconds left for it. The same id again changes nothing."""
+        body = request.json()
+        self._same_epoch(body)
+        try:
+            asked = CheckpointRequest.from_json(body, seconds="deadline")
+        except ValueError as error:
+            raise HttpError(400, str(error)) from None
+        self._leader.request_checkpoint(self._clock(), asked)
+        self._pump()
+        return HttpResponse.of({"epoch": self._leader.epoch})
+
     def _same_epoch(self, body: dict[str, Any]) -> None:
         if body.get("epoch") != self._leader.epoch:
             raise HttpError(409, f"this leader's epoch is {self._leader.epoch}")
@@ -198,6 +212,9 @@ class LeaderServer:
         elif isinstance(command, StopRanks):
             stop = {"type": "stop", "generation": command.generation, "graceSeconds": command.grace}
             self._links.send(command.indexes, stop)
+        elif isinstance(command, AskForCheckpoint):
+            log_line(f"a checkpoint is asked for (request {command.request.id})")
+            self._links.send_all(command.request.to_message(command.generation))
         elif isinstance(command, EndJob):
             log_line(f"{command.outcome.result}: {command.outcome.message}")
             self._links.send_all(command.outcome.to_message())

@@ -19,6 +19,7 @@ from typing import Any, Callable
 from everstep.agent.config import AgentConfig
 from everstep.agent.ranks import failure_causes
 from everstep.agent.wire import protocol
+from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.protocol import (
     BACKOFF,
@@ -34,10 +35,11 @@ from everstep.agent.wire.protocol import (
 )
 
 from .checkpoint_meter import CheckpointMeter
-from .commands import Command, DumpStacks, EndJob, HangUp, StartRanks, StopRanks
+from .commands import AskForCheckpoint, Command, DumpStacks, EndJob, HangUp, StartRanks, StopRanks
 from .generation import SETTLE_SECONDS, Generation
 from .hang_watch import HangWatch
 from .members import JobMembers
+from .pending_checkpoint import PendingCheckpoint
 from .progress_meter import ProgressMeter
 from .restart_allowance import RestartAllowance
 
@@ -68,6 +70,7 @@ class LeaderState:
         self.budget = RestartAllowance(config.application_restarts, config.max_backoff)
         self.meter = ProgressMeter()
         self.checkpoints = CheckpointMeter()
+        self.pending_checkpoint = PendingCheckpoint()
         self.hangs = HangWatch(config.hang_timeout)
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
@@ -95,6 +98,8 @@ class LeaderState:
             times.append(self._backoff_until)
         if self.phase == STOPPING and self._current:
             times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE_SECONDS]
+        if self._current and self._current.launcher_deadline is not None:
+            times.append(self._current.launcher_deadline)
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
         if self.phase == RUNNING and (hang := self.hangs.due()) is not None:
@@ -116,6 +121,7 @@ class LeaderState:
             "ranksStartedAt": self.ranks_started_at,
             "progress": self.meter.to_json(),
             "checkpoint": self.checkpoints.to_json(),
+            "checkpointRequest": self.pending_checkpoint.to_json(),
             "generationHistory": [e.to_json(tail=i >= tails) for i, e in enumerate(history)],
             "outcome": self.outcome.to_json() if self.outcome else None,
         }
@@ -140,6 +146,12 @@ class LeaderState:
             self._stop_reason = reason[: protocol.MESSAGE_CHARS]
             if self.phase in (STARTING, RUNNING):
                 self._fail(now, failure_causes.GenerationFailure(now, protocol.STOPPED, None, self._stop_reason))
+        self._advance(now)
+
+    def request_checkpoint(self, now: float, request: CheckpointRequest) -> None:
+        """Take in that the ranks shall save: those that run, or those that start next before the deadline."""
+        if self.phase != ENDED and self.pending_checkpoint.take(now, request):
+            self._changed()
         self._advance(now)
 
     # ---- inputs: the lease
@@ -244,6 +256,8 @@ class LeaderState:
         if slept > 0:
             self.hangs.pause(slept)
         self._ticked = max(now, self._ticked)
+        if slept > 0 and self._current:
+            self._current.defer(slept)
         if self.phase != ENDED:
             self._members.ask_dns(now)
             for node in self._members.list_silent(now, slept):
@@ -321,8 +335,17 @@ class LeaderState:
         if self.phase == STARTING and current.started:
             self.ranks_started_at = now + self._wall_offset
             self._enter(RUNNING)
-        elif self.phase == RUNNING and current.done:
+        if self.phase == RUNNING:
+            self._ask_for_checkpoint(now)
+        if self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
+        elif current.launcher_deadline is not None and all(
+            # An agent that stood still has yet to tell.
+            members[index].seen >= current.launcher_deadline
+            for index in current.unfinished
+        ):
+            end = protocol.ProcessExit(None, 1, message=current.explain_left_out(), launcher=True)
+            self._fail(now, failure_causes.make_exit_failure(now, 0, end))
         elif self.phase == RUNNING:
             self._look_for_hang(now)
 
@@ -333,6 +356,17 @@ class LeaderState:
             rank, message = found
             index = rank // self.config.num_proc_per_node
             self._fail(now, failure_causes.GenerationFailure(now, protocol.HANG, index, message, rank=rank))
+
+    def _ask_for_checkpoint(self, now: float) -> None:
+        """Hand a request on to ranks that run, and note the checkpoint that was saved for it."""
+        before, trained = self.checkpoints.step, self.meter.generation_step
+        from_step = trained if trained is not None else (before + 1 if before is not None else 0)
+        asked = self.pending_checkpoint.find_untold(now, self.generation, from_step)
+        if asked is not None:
+            self._commands.append(AskForCheckpoint(self.generation, asked))
+            self._changed()
+        elif self.pending_checkpoint.note_checkpoint(self.generation, before):
+            self._changed()
 
     def _begin_stop(self, now: float, current: Generation) -> None:
         graceful = current.failures[0].cause in (protocol.STOPPED, protocol.LEAVING)
@@ -350,7 +384,7 @@ class LeaderState:
         assert current is not None
         nodes = [self._members[i] for i in self._members.busy]
         waiting = [n for n in nodes if not n.unclean and not n.leaving]
-        if waiting and now >= current.stop_deadline:
+        if waiting and now >= current.stop_deadline and not self._stood_still(now):
             for node in waiting:
                 self._members.mark_unclean(node, "the node did not become clean, nor did it say why")
             waiting = []
@@ -399,6 +433,11 @@ class LeaderState:
     def _lose(self, now: float, index: int, why: str) -> None:
         self._members.lose(now, index)
         self._fail(now, failure_causes.GenerationFailure(now, protocol.POD_LOST, index, f"node {index}: {why}"))
+
+    def _stood_still(self, now: float) -> bool:
+        """Tell whether this process was stopped or starved until now: what arrived meanwhile is still to be read, and
+        the next tick defers what is due."""
+        return now - self._ticked > 2 * self.config.heartbeat
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

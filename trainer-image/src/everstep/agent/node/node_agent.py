@@ -31,6 +31,7 @@ from everstep.agent.system.clock import read_boottime
 from everstep.agent.system.faults import explain_fault
 from everstep.agent.system.tasks import Tasks
 from everstep.agent.wire import auth
+from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.http_server import HttpError, HttpRequest, HttpResponse
 from everstep.agent.wire.link import AgentLink, Channel, LinkClosed
@@ -47,6 +48,7 @@ from everstep.agent.wire.protocol import (
     split_beats,
 )
 
+from .checkpoint_request import CheckpointRequestFile
 from .fencing import FenceFile, LeaderLease, StallDetector
 from .supervisor_interface import SupervisorInterface
 
@@ -84,6 +86,7 @@ class NodeAgent:
         self._lease = LeaderLease(config.fence_timeout, lease_clock())
         self._stalls = StallDetector(clock, lease_clock, min(1.0, config.fence_timeout / 4))
         self._fence = FenceFile(place.scratch / "fence.json")
+        self._checkpoint_request = CheckpointRequestFile(place.checkpoint_request)
         self._fenced = False
         self._given_up = (0, 0)  # (epoch, generation) of the ranks that were stopped for want of a lease or a place
         self._channel: Channel | None = None
@@ -194,6 +197,9 @@ class NodeAgent:
             # A leader may stop what an older one started, but a late word must not stop a newer generation.
             if (self.epoch, int(message["generation"])) >= self.order:
                 self.stop(float(message["graceSeconds"]))
+        elif kind == "checkpoint":
+            if (self.epoch, int(message["generation"])) == self.order:
+                self._checkpoint_request.write(CheckpointRequest.from_json(message))
         elif kind == "fence":
             self._withdraw()
         elif kind == "end":
@@ -215,6 +221,7 @@ class NodeAgent:
         self.order = order
         self._started, self._exits, self._progress = set(), [], {}
         self._clean = False
+        self._checkpoint_request.clear()
         self._fenced = self._lease.expired(self._lease_clock())
         self._starting = self._tasks.start(self._run_start(layout))
 

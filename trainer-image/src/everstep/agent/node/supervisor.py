@@ -40,6 +40,7 @@ from everstep.agent.ranks.rank import Rank, RankCommand, RankContext
 from everstep.agent.ranks.stack_dumps import request_stacks
 from everstep.agent.system import gpu, oom, shared_memory
 from everstep.agent.system.faults import name_file_in_errors
+from everstep.agent.system.process_table import format_pids
 from everstep.agent.system.processes import ChildProcesses
 from everstep.agent.system.signal_targets import SignalTargets
 from everstep.agent.system.tasks import Tasks
@@ -75,6 +76,7 @@ _USERS_VOLUME = frozenset(
 NOTE_SECONDS = 5.0  # seconds between two looks at what runs, where it may use GPUs
 OTHERS_TIMEOUT = 5.0  # seconds for processes on a GPU of which nobody can say whose they are
 _FLUSH_TIMEOUT_SECONDS = 2.0  # seconds for the last lines, when nobody may be reading them
+_MAX_FLUSH_SECONDS = 6.0  # seconds for them, when somebody reads them slowly
 
 
 class Supervisor:
@@ -142,22 +144,25 @@ class Supervisor:
                     await session.launch(self._command, config.distribution_options, {**self._base, **self._contract})
                 return
             launcher: Launcher = none if config.distribution == "none" else torch
+            if launcher is torch and (advice := torch.advise_on_launcher(self._command, layout)) is not None:
+                self.log(advice)
             for place in launcher.place_ranks(layout):
+                own = launcher.make_variables(layout, place.rank)
                 env = {
-                    **launcher.make_variables(layout),
+                    **own,
                     **self._base,
                     **self._contract,
                     **self._variables(layout, place),
                 }
                 if config.distribution == "none":  # ours to say: an image's own PET_* would split the group
-                    env.update(launcher.make_variables(layout))
+                    env.update(own)
                 self._ranks.append(
                     Rank(
                         self._node,
                         RankCommand(self._command, drop_unusable_variables(env)),
                         rank=place.rank,
                         local_rank=place.local_rank,
-                        tag=_rank_tag(place.rank, place.world_size),
+                        tag=logs.make_rank_tag(place.rank, place.world_size),
                         fifo=self._fifo(place.local_rank),
                     )
                 )
@@ -237,8 +242,9 @@ class Supervisor:
 
     async def close(self) -> None:
         """Flush the logs and give back descriptors. The ranks must have been stopped."""
+        deadline = time.monotonic() + _MAX_FLUSH_SECONDS
         for sink in (self._stdout, self._stderr):
-            sink.close(_FLUSH_TIMEOUT_SECONDS)
+            sink.close(_FLUSH_TIMEOUT_SECONDS, deadline)
         self._processes.close()
 
     async def _end_ranks(self, grace: float) -> None:
@@ -304,11 +310,11 @@ class Supervisor:
                 unknown = set(found) - strangers - set(ours) - self._others
                 if unknown and time.monotonic() > min(deadline, began + OTHERS_TIMEOUT):
                     self._others |= unknown
-                    self.log(f"everstep: other processes use the GPUs as well: {_format_pids(sorted(unknown))}")
+                    self.log(f"everstep: other processes use the GPUs as well: {format_pids(sorted(unknown))}")
                     unknown = set()
                 if not ours and not unknown:
                     return None
-                left = f"GPU still used by processes {_format_pids(ours)}" if ours else None
+                left = f"GPU still used by processes {format_pids(ours)}" if ours else None
             if left is not None and time.monotonic() > deadline:
                 return left
             await asyncio.sleep(0.2)
@@ -372,6 +378,7 @@ class Supervisor:
             generation=layout.generation,
             job=self._config.name,
             progress=str(self._fifo(place.local_rank)),
+            checkpoint_request=str(self._place.checkpoint_request),
         )
 
     def _fifo(self, local_rank: int) -> Path:
@@ -398,7 +405,7 @@ class Supervisor:
         procs = layout.procs_per_node
         world = layout.nodes * procs
         env = {
-            **torch.make_variables(layout),
+            **torch.make_variables(layout, request.rank),
             **session.idle_variables,
             **request.env,
             "PATH": environment.restore_path(request.env.get("PATH", ""), self._base.get("PATH", "")),
@@ -417,7 +424,7 @@ class Supervisor:
             ),
             rank=request.rank,
             local_rank=request.local_rank,
-            tag=_rank_tag(request.rank, world),
+            tag=logs.make_rank_tag(request.rank, world),
             fifo=self._fifo(request.local_rank),
             on_exit=ended,
         )
@@ -439,11 +446,3 @@ class Supervisor:
         """Kill a daemon. A remote one dies by the cancelled `spawn_on`."""
         if self._layout is not None and index == self._layout.node_index:
             self._daemons.kill(daemon)
-
-
-def _format_pids(pids: list[int]) -> str:
-    return ", ".join(map(str, pids[:8]))
-
-
-def _rank_tag(rank: int, world_size: int) -> str:
-    return f"[rank {rank}] " if world_size > 1 else ""

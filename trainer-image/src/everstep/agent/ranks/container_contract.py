@@ -131,6 +131,7 @@ def build_rank_variables(
     generation: int,
     job: str,
     progress: str | None,
+    checkpoint_request: str | None = None,
 ) -> dict[str, str]:
     """Return the variables that tell a rank who it is.
 
@@ -143,6 +144,7 @@ def build_rank_variables(
         generation: The generation within the epoch.
         job: Name of the job.
         progress: Path of the rank's FIFO for progress, if it has one.
+        checkpoint_request: Path of the file that appears when a checkpoint is asked for, if there is an agent.
     """
     variables = {
         "RANK": str(placement.rank),
@@ -159,6 +161,8 @@ def build_rank_variables(
     }
     if progress is not None:
         variables["EVERSTEP_PROGRESS"] = progress
+    if checkpoint_request is not None:
+        variables["EVERSTEP_CHECKPOINT_REQUEST"] = checkpoint_request
     return variables
 
 

@@ -64,11 +64,21 @@ def read_program(name: str, path: str | None) -> str | None:
         for _ in range(_MAX_INTERPRETERS):
             if file is None or not Path(file).is_file():
                 break
-            with Path(file).open("rb") as opened:
-                start = opened.read(_INTERPRETER_BYTES)
-            words = start[2:].split(b"\n")[0].split() if start.startswith(b"#!") else []
-            file = os.fsdecode(words[0]) if words else None
+            file = read_interpreter(Path(file))
     return program
+
+
+def read_interpreter(program: Path) -> str | None:
+    """Return the interpreter in the first line of a script; None for what is no script.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with program.open("rb") as opened:
+        start = opened.read(_INTERPRETER_BYTES)
+    # Blanks and tabs end it; a carriage return of Windows belongs to it.
+    words = start[2:].split(b"\n")[0].replace(b"\t", b" ").strip(b" ").split(b" ") if start.startswith(b"#!") else []
+    return os.fsdecode(words[0]) if words and words[0] else None
 
 
 def make_home_variables(env: Mapping[str, str], scratch: Path) -> dict[str, str]:

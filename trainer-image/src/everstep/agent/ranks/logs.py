@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import threading
+import time
 from collections import deque
 
 MAX_LINE_BYTES = 64 * 1024
@@ -39,6 +40,7 @@ class LogSink:
         self._fd = fd
         self._pieces: deque[bytes] = deque()
         self._size = 0
+        self._written = 0  # bytes in all
         self._closed = False
         self._ready = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"log-{fd}", daemon=True)
@@ -56,12 +58,20 @@ class LogSink:
                 self._ready.notify()
             return True
 
-    def close(self, timeout: float) -> None:
-        """Wait for what is buffered, but not for ever: nobody may be reading."""
+    def close(self, timeout: float, deadline: float) -> None:
+        """Wait for what is buffered, which ends with why a rank failed, but not for ever: nobody may be reading.
+
+        Args:
+            timeout: Seconds in which somebody must have read something.
+            deadline: When (monotonic) a slow reader gets no more.
+        """
         with self._ready:
             self._closed = True
             self._ready.notify()
-        self._thread.join(timeout)
+        written = -1
+        while self._thread.is_alive() and written != self._written:
+            written = self._written
+            self._thread.join(max(0.0, min(timeout, deadline - time.monotonic())))
 
     def _run(self) -> None:
         while True:
@@ -81,7 +91,9 @@ class LogSink:
         view = memoryview(data)
         while view:
             try:
-                view = view[os.write(self._fd, view) :]
+                count = os.write(self._fd, view[:_CHUNK])  # returns no sooner than all of it is read
+                view = view[count:]
+                self._written += count
             except BlockingIOError:  # somebody made our stdout non-blocking
                 with contextlib.suppress(OSError):
                     _wait_writable(self._fd)
@@ -244,6 +256,11 @@ class ProcessOutput:
     def close(self) -> None:
         self.stdout.close()
         self.stderr.close()
+
+
+def make_rank_tag(rank: int, world_size: int) -> str:
+    """Return what stands before each line of a rank."""
+    return f"[rank {rank}] " if world_size > 1 else ""
 
 
 def drop_control_codes(text: str) -> str:

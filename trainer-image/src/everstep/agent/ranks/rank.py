@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Callable
 from everstep.agent.system import faults, oom
 from everstep.agent.system.processes import ChildProcess, ChildProcesses
 
-from . import failure_causes, logs, tracebacks
+from . import environment, failure_causes, logs, tracebacks
 from .events import Event, RankExited, RankProgressed, RankStarted
 from .failure_file import FailureFile
 from .progress import ProgressReader, ProgressUpdate
@@ -96,7 +97,7 @@ class Rank:
         except (OSError, ValueError) as error:
             if faults.is_pod_fault(error):
                 raise
-            code, message = _explain_start_failure(command.argv, error)
+            code, message = _explain_start_failure(command, error)
             self._write_log_line(message)
             self._report_exit(code, None, message, ())
         else:
@@ -191,10 +192,27 @@ def get_signal_name(signum: int) -> str:
     return f"signal {signum}"
 
 
-def _explain_start_failure(argv: Sequence[str], error: Exception) -> tuple[int, str]:
+def _explain_start_failure(command: RankCommand, error: Exception) -> tuple[int, str]:
     """Return the code and message of a shell: 127 not found, 126 found but not executable."""
-    program = argv[0] if argv else ""
+    program = command.argv[0] if command.argv else ""
     if isinstance(error, FileNotFoundError):
-        return 127, f"{program}: not found in the image (PATH={os.environ.get('PATH', '')})"
+        return 127, f"{program}: {_explain_missing(program, command)}"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return 126, f"{program}: cannot be executed: {reason}"
+
+
+def _explain_missing(program: str, command: RankCommand) -> str:
+    """Return what the kernel does not find: the program, its interpreter, or the folder in which it is to run."""
+    path = command.env.get("PATH")
+    if command.cwd is not None and not Path(command.cwd).is_dir():
+        return f"its working folder {command.cwd} is not there"
+    found = shutil.which(program, path=os.defpath if path is None else path)
+    if found is None:
+        return f"not found in the image (PATH={path or ''})"
+    try:
+        interpreter = environment.read_interpreter(Path(found))
+    except OSError as error:
+        return f"it cannot be read, nor be executed: {error.strerror}"
+    if interpreter is None:
+        return "the loader that it needs is not in the image: it was built for another system (glibc, musl)"
+    return f"its interpreter {interpreter!r} is not in the image: look at its first line, and at how that line ends"

@@ -57,6 +57,11 @@ def list_children() -> dict[int, list[int]]:
     return children
 
 
+def format_pids(pids: list[int]) -> str:
+    """Return the first of them, as a message lists them."""
+    return ", ".join(map(str, pids[:8]))
+
+
 def describe_process(pid: int) -> str:
     """Return how a message names a process: its PID, its command and its state."""
     stat = read_stat(pid)

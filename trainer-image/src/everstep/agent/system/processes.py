@@ -15,10 +15,12 @@ from typing import Callable
 from .process_table import describe_process, is_in_our_container, list_children, read_parents, read_stat
 from .signal_targets import SignalTargets, list_signal_targets
 from .threads import in_thread_if_possible
+from .trap_relay import TrapRelay
 
 _MAX_SEEN = 4096  # PIDs that are remembered; a node hardly runs more processes at a time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -196,9 +198,16 @@ class ChildProcesses:
         """
         first = {process.pid: process for process in processes if process.status is None}
         targets = await in_thread_if_possible(lambda: list_signal_targets(first, signum), "look-at-processes")
-        for pid in targets.heard:  # all in one go: nobody who cancels this may send it to some of them again
+
+        def send(pid: int, number: int) -> None:
             if pid not in first or first[pid].status is None:
-                _kill_process(pid, signum)
+                _kill_process(pid, number)
+
+        # All in one go: nobody who cancels this may send it to some of them again.
+        for pid in targets.heard.difference(targets.trapped, targets.trapped.values()):
+            send(pid, signum)
+        if targets.trapped:
+            TrapRelay(targets.trapped, signum, send)
         return targets
 
     def living(self, pids: Iterable[int]) -> set[int]:
@@ -293,6 +302,15 @@ def make_undumpable() -> None:
     prctl = _load_prctl()
     if prctl is not None:
         prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def name_process(name: str) -> None:
+    """Give this process a name of at most 15 bytes in `ps` and `top`, so that whoever ends what else runs by its name
+    (`pkill python` at the start of a script) does not end this one."""
+    prctl = _load_prctl()
+    if prctl is not None:
+        text = ctypes.create_string_buffer(name.encode())
+        prctl(_PR_SET_NAME, ctypes.addressof(text), 0, 0, 0)
 
 
 def _load_prctl() -> Callable[..., int] | None:

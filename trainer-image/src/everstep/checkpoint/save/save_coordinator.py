@@ -12,6 +12,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.save.outcomes import SaveFailed, SaveOutcomes
+from everstep.checkpoint.save.outside_requests import find_deadline, hold_training
 from everstep.checkpoint.save.same_step import StepsDiffer
 from everstep.checkpoint.save.saver import Saver, WriterConnection
 from everstep.checkpoint.save.session_end import SessionEnd, tell_unmet_request
@@ -74,10 +75,11 @@ class SaveCoordinator:
         self._notes = 0  # read so far
         self._looked = time.monotonic()  # when notes were counted last
         # All deadlines are by the monotonic clock of the rank that keeps them: others may be hours away, or jump.
-        self._asked: tuple[float | None] | None = None  # a save that somebody asked for, and its deadline
+        # A save that somebody asked for, its deadline, and whether training holds after it.
+        self._asked: tuple[float | None, bool] | None = None
         self._dropped = ""  # why that was dropped, until all are told
         self._replan = False
-        self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
+        self._wish: tuple[float | None, bool] | None = None  # this rank's own request, not told yet
         self._requested: tuple[int, float | None] | None = None  # the same until it is met: since which step, deadline
         self._step = -1  # the last one that was made
         self._is_told_to_end = False  # a save had a deadline: this process may be killed after that
@@ -100,7 +102,7 @@ class SaveCoordinator:
         if step is not None:
             self.trigger.start(step, time.monotonic())
         elif void is not None and void.save:
-            self._asked = (void.deadline,)  # it is still due
+            self._asked = (void.deadline, void.hold > 0)  # it is still due
 
     # ---- every step
 
@@ -110,16 +112,19 @@ class SaveCoordinator:
         self._tell_not_new(step)
         self._finish_copy()
         if self._wish is not None:
-            until, self._wish = self._wish[0], None
+            (until, holds), self._wish = self._wish, None
             seconds = None if until is None else until - time.monotonic()
-            self._outcomes.leave_note({"kind": "asked", "seconds": seconds, "at": time.time()})
+            self._outcomes.leave_note({"kind": "asked", "seconds": seconds, "at": time.time(), "holds": holds})
         decision = self.agreement.arrive(step, self._choose, self._waiting)
         if decision is not None:
             if decision.dropped:
                 self._hear_dropped(decision.dropped)
             # The script may have saved it itself since this was decided. By the step that all ranks know: alike on all.
-            if decision.save and self._is_new(decision.step) and not self._take(step, decision.step, decision.replan):
-                self.agreement.restart()  # the next boundary was counted from a step that is not that of all
+            if decision.save and self._is_new(decision.step):
+                if not self._take(step, decision.step, decision.replan):
+                    self.agreement.restart()  # the next boundary was counted from a step that is not that of all
+                elif decision.hold > 0:
+                    hold_training(self.wait, decision.hold)
             if not self.agreement.leads:
                 self._outcomes.learn()
         self.agreement.prepare(step, self._choose_early)
@@ -137,10 +142,15 @@ class SaveCoordinator:
 
     def request(self, deadline: float | None) -> None:
         """See Checkpointer.request."""
-        until = None if deadline is None else time.monotonic() + deadline
         self._is_told_to_end |= deadline is not None
-        self._requested = (self._step, until)
-        self._wish = (until,)
+        self._requested = (self._step, self.ask(deadline))
+
+    def ask(self, deadline: float | None, holds: bool = False) -> float | None:
+        """Ask for a save at the next boundary, of which nobody is told where none comes any more; return its limit.
+        `holds`: see hold_training()."""
+        until = None if deadline is None else time.monotonic() + deadline
+        self._wish = (until, holds)
+        return until
 
     def wait(self, timeout: float | None) -> None:
         """See Checkpointer.wait."""
@@ -200,11 +210,14 @@ class SaveCoordinator:
         now = time.monotonic()
         self._outcomes.poll(0.0)
         self._read_notes()
-        save, deadline = False, None
+        save, deadline, hold = False, None, 0.0
         due = self.trigger.due(step, now)
         self._drop_what_is_too_late()
         if (due or self._asked or self._replan) and self._may_begin(step, due):
-            save, deadline = True, self._asked[0] if self._asked else None
+            save = True
+            if self._asked is not None:
+                deadline, holds = self._asked
+                hold = max(0.0, deadline - now) if deadline is not None and holds else 0.0
             self._asked = None
             self.trigger.start(step, now)
         following = step + max(1, ahead)
@@ -214,6 +227,7 @@ class SaveCoordinator:
             next=following if limit is None else min(following, limit),
             replan=save and self._replan,
             deadline=deadline,
+            hold=hold,
             dropped=self._dropped,
         )
         self._dropped = ""
@@ -313,24 +327,13 @@ class SaveCoordinator:
             if note is None:
                 continue
             if note["kind"] == "asked":
-                self._asked = (self._find_deadline(note["seconds"], note["at"], looked),)
+                deadline = find_deadline(note["seconds"], note["at"], looked)
+                self._asked = (deadline, note.get("holds", False))
             elif note["kind"] == "ended":
                 self._end.ended.add(note["rank"])
             else:
                 self._replan |= note.get("replan", False)
                 self._outcomes.hear_note(note)
-
-    @staticmethod
-    def _find_deadline(seconds: float | None, told_at: float, looked: float) -> float | None:
-        """Return by our clock when the time of a rank is over that had so many `seconds` left.
-
-        Its note was on its way since `told_at`, by that rank's clock, which may be any; but not for longer than since
-        we `looked` before, without finding it.
-        """
-        if seconds is None:
-            return None
-        now = time.monotonic()
-        return now + seconds - min(max(0.0, time.time() - told_at), now - looked)
 
     # ---- a save
 

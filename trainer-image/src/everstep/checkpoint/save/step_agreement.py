@@ -38,8 +38,9 @@ class SaveDecision:
 
     `save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the save
     is of no use after it (rank 0's monotonic clock). `step`: that it was made for; all ranks know it, and only a rank
-    that comes to the boundary with another one has reason to ask where the others are. `dropped`: why a save that was
-    asked for is not begun.
+    that comes to the boundary with another one has reason to ask where the others are. `hold`: seconds for which
+    training holds after the save, until it is committed, at most; 0: it goes on. `dropped`: why a save that was asked
+    for is not begun.
     """
 
     save: bool
@@ -48,6 +49,7 @@ class SaveDecision:
     deadline: float | None = None
     step: int = -1
     dropped: str = ""
+    hold: float = 0.0
 
 
 class Pace:

@@ -37,6 +37,7 @@ from everstep.checkpoint.session.options import (
 )
 from everstep.checkpoint.session.places import open_places
 from everstep.checkpoint.session.process_sessions import replace_earlier_session
+from everstep.checkpoint.session.request_file import RequestFile
 from everstep.checkpoint.session.source_ranks import check_source_ranks
 from everstep.checkpoint.state.casting import Cast, Casts
 from everstep.checkpoint.state.inference_mode import making_normal_tensors
@@ -118,6 +119,7 @@ class Checkpointer:
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
+        self._request_file = RequestFile.from_environment()
         self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
         rank, timeout = self._topology.rank, asked.times.timeout
         self._kv_store: KVStore = SharedKVStore.open(self._group, timeout)
@@ -236,6 +238,8 @@ class Checkpointer:
     def step(self, step: int) -> None:
         """Note that `step` steps are trained; save when it is time. Costs next to nothing otherwise.
 
+        It is time, too, when the job's leader asks for a checkpoint, as before a node goes away (see request_file).
+
         The first call, or the first save(), claims the store and the slots for this run. Superseded when a later
         attempt has the store; CheckpointError when another live process has the slots, they find no room, or somebody
         has saved something newer since this session restored.
@@ -243,7 +247,11 @@ class Checkpointer:
         another step() or save(), as in a callback of an event.
         """
         step = check_step(step)
-        self._claimed().step(step)
+        pilot = self._claimed()
+        # One rank asks for all, and rank 0 hears it soonest: each that asked would be one more save.
+        if self._topology.rank == 0 and (asked := self._request_file.take()) is not None:
+            pilot.ask(asked.seconds, holds=True)
+        pilot.step(step)
 
     @one_at_a_time
     def save(self, step: int, deadline: float | None = None, *, metadata: Mapping[str, Any] | None = None) -> Forecast:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -59,12 +60,29 @@ def compute_loss(loss: Loss, output: Any, targets: Any, samples: int, weight: Lo
     else:
         total, count = given, samples if weight is None else weight(output, targets)
     if not isinstance(total, torch.Tensor) or total.dim():
-        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
-        raise PipelineError(f"a loss gives a scalar mean, or (sum, count) with a scalar sum; this one gave {what}")
+        raise PipelineError(
+            f"a loss gives a scalar mean, or (sum, count) with a scalar sum; this one gave {_describe(total)}"
+        )
+    if not _is_number(count) or not isinstance(metrics, Mapping) or not all(map(_is_number, metrics.values())):
+        raise PipelineError(
+            "a loss that gives a tuple gives (sum, count), or (sum, count, metrics) with a dictionary of numbers; this "
+            f"one gave ({', '.join(_describe(each) for each in given)}): give a mean alone, and what else you want to "
+            "know as metrics"
+            if isinstance(given, tuple)
+            else f"EngineOptions.loss_weight gives a number, and here it gave {_describe(count)}"
+        )
     if not isinstance(given, tuple):
         # A factor of 0 would not do: 0 times a gradient that is not a number is none either.
         total = torch.zeros_like(total) if weight is not None and not count else total * count
     return LossPart(total, _to_plain_number(count), {name: _to_plain_number(value) for name, value in metrics.items()})
+
+
+def _is_number(value: Any) -> bool:
+    return not value.dim() if isinstance(value, torch.Tensor) else isinstance(value, Number)
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _to_plain_number(number: Any) -> Any:

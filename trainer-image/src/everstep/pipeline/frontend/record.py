@@ -69,6 +69,7 @@ class Call:
     other: Template = None  # as in Op
     weights: tuple[str, ...] = ()  # of an opaque call
     writes: tuple[str, ...] = ()  # those of them that it changes, by their names in the module
+    is_lent: bool = False  # whether it ran with parameters of others, as by torch.func.functional_call
 
     @property
     def name(self) -> str:
@@ -124,6 +125,7 @@ class ForwardRecord:
         device: The device of the example.
         weights: The weights that were there before, by name.
         constants: The other tensors that were there before.
+        aliases: Of those that share memory with a parameter, its name.
         arguments: For each argument of the model, the tensors in it by their paths.
     """
 
@@ -133,6 +135,7 @@ class ForwardRecord:
     values: list[TensorInfo] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)
+    aliases: dict[int, str] = field(default_factory=dict)
     arguments: dict[str, dict[tuple[Any, ...], TensorInfo]] = field(default_factory=dict)
     odd: str = ""  # what the model returns that cannot be followed
     given: dict[int, str] = field(default_factory=dict)  # memory of the arguments, and which it is

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.autocasts: list[tuple[str, Any, bool]] = []
         self.drawn = False
         self._paths = {id(module): name for name, module in model.named_modules()}
+        self._own_parameters = {id(module): tuple(module._parameters.values()) for module in model.modules()}
         self.attributes = AttributeReads(model)
         self._repeats: dict[str, int] = {}
         self._stack: list[Call] = []
@@ -112,6 +114,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.record.weights |= {name: each for name, each in model.named_buffers() if name not in self.record.weights}
         for name, weight in self.record.weights.items():
             self._refs[id(weight)] = Weight(name)
+        named = [(name, each) for name, each in model.named_parameters() if each.layout is torch.strided]
+        self._memory = {_get_storage_key(each): name for name, each in named}
 
     def run(self, model: nn.Module, arguments: Mapping[str, Any], call: Any) -> ForwardRecord:
         """`call(arguments)` runs the model; Untraceable if nothing can be said of it."""
@@ -196,7 +200,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             self._stack[-1].body.append(call)
         else:
             call = self.record.root
-        call.whole = _explain_hooks(module)
+        call.whole, call.is_lent = _explain_hooks(module), any(map(self._is_lent, module.modules()))
         call.grad, call.autocast = torch.is_grad_enabled(), self.autocasts[-1] if self.autocasts else None
         here, built = get_current_stage(), built_in(module)
         call.stage = here if here is not None else built
@@ -301,6 +305,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             raise BatchFixed(self._stack[-1].path)
         self._stack[-1].conditions += found
 
+    def _is_lent(self, module: nn.Module) -> bool:
+        """Tell whether a module has parameters of others in the place of its own for this call."""
+        own = self._own_parameters.get(id(module))
+        return own is not None and not all(map(is_, module._parameters.values(), own))
+
     def _is_other(self, held: Any, before: Any) -> bool:
         """Tell whether another tensor is in the place of a buffer, and not the same one changed in place."""
         if held is before or held is None:
@@ -322,6 +331,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 if isinstance(leaf, FakeTensor):
                     raise CannotFollow("a tensor comes from code that cannot be heard")
                 self._refs[id(leaf)] = Constant(len(self.record.constants))
+                if leaf.layout is torch.strided and (name := self._memory.get(_get_storage_key(leaf))) is not None:
+                    self.record.aliases[len(self.record.constants)] = name
                 self.record.constants.append(leaf)
                 self._keep.append(leaf)
             return self._refs[id(leaf)]

@@ -8,6 +8,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from everstep.pipeline.frontend.foreign_weights import read_foreign
+
 
 class Skeleton(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     """Stands for a module of which a stage has only a part; it holds that part, and is not called."""
@@ -28,7 +30,8 @@ class Skeleton(nn.Module):  # type: ignore[misc]  # torch is not where types are
             super().train(mode)
             return self
         (original,) = self._with_own_train
-        original.train(mode)
+        with read_foreign(original):  # it may merge adapters, also those of other stages
+            original.train(mode)
         for name, each in self.named_modules():
             if isinstance(each, Skeleton):
                 each.training = original.get_submodule(name).training

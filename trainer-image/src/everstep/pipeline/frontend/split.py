@@ -109,7 +109,13 @@ class _Cut:
             compile_maker(result, bind) if has_output else None,
             SizeRules(find_places(wanted, known), sizes, conditions),
             self.model.both,
-            StageUses(self._changed().intersection(arguments), self._writes(), self._uses(), self._repeats(items)),
+            StageUses(
+                self._changed().intersection(arguments),
+                self._writes(),
+                self._uses(),
+                self._repeats(items),
+                {name for name, value in outputs.items() if self._is_end(value)},
+            ),
             next((unit.name for unit in self.own for part in iterate_parts(unit.item) if _has_listeners(part)), ""),
         )
 
@@ -135,6 +141,11 @@ class _Cut:
             for call in item.all_calls() if isinstance(item, Call) else ():
                 found[call.path].append(call.repeat)
         return {path: tuple(each) for path, each in found.items() if each != list(range(len(each)))}
+
+    def _is_end(self, value: int) -> bool:
+        """Tell whether a value with a gradient is used without it; one that has none may get one by mistake, which the
+        engine sees."""
+        return self.record.values[value].gradient and value not in self.units.learning
 
     def _known(self, sizes: Iterable[Size]) -> tuple[list[str], dict[Any, Any]]:
         """The arguments that it reads, and the shapes of all that it is given. Where those do not show a size that it
@@ -184,6 +195,8 @@ class _Cut:
     def _as_it_was(self, call: Call) -> bool:
         """Tell whether the original module can run: all that is inside is here, and all that it is given."""
         if call not in self.units.repeatable or any(unit not in self.mine for unit in self._units(call)):
+            return False
+        if any(unit not in self.mine for unit in self.units.entangled.get(call, ())):
             return False
         given = {ref.index for ref in iterate_references(call.inputs) if isinstance(ref, ValueRef)}
         here = self.made | self.given | self.units.free.keys()

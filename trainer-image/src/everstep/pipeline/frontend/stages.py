@@ -69,12 +69,14 @@ class StageUses:
         writes: Buffers, and parameters that do not learn, that it changes.
         weights: In the order of their first use, as far as that is known.
         repeats: Of modules that other stages call too, which of all their calls are this stage's.
+        ends: Names of outputs through which nothing is differentiated, whatever their makers' gradients are.
     """
 
     changed: Collection[str] = ()
     writes: Collection[str] = ()
     weights: Sequence[str] = ()
     repeats: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ends: Collection[str] = ()
 
 
 class StageModule:
@@ -110,7 +112,7 @@ class StageModule:
         self._known_sizes: dict[tuple[int, ...], dict[Any, Any]] = {}
         self._only = None if both else module.training
         self._changed, self.writes, self.listens = frozenset(uses.changed), tuple(sorted(uses.writes)), listens
-        self.uses = tuple(uses.weights)
+        self.uses, self._ends = tuple(uses.weights), frozenset(uses.ends)
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
         self.check_mode()
@@ -135,6 +137,8 @@ class StageModule:
             for step in self._steps:
                 step.run(frame)
         found = {name: frame.values[index] for name, index in self._outputs.items()}
+        for name in self._ends:
+            found[name] = pytree.tree_map(_detach_leaf, found[name])
         if self._result is not None:
             found[OUTPUT] = self._result(frame)
         return found
@@ -146,6 +150,15 @@ class StageModule:
                 "the model's own code does something else in evaluation than in training: it is cut for the mode that "
                 f"it was traced in only, which is {'training' if self._only else 'evaluation'}"
             )
+
+    def has(self, name: str) -> bool:
+        """Tell whether it has the parameter or buffer that has this name in the model."""
+        path, _, last = name.rpartition(".")
+        try:
+            module = self.module.get_submodule(path)
+        except AttributeError:
+            return False
+        return last in module._parameters or last in module._buffers
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -175,6 +188,10 @@ class StageModule:
 
 def _copy_leaf(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _detach_leaf(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _get_tensor(where: Any, frame: Frame) -> Any:

@@ -34,8 +34,8 @@ class Traced:
     `both`: whether it holds for training and evaluation; else only for the mode that the model was in. `samples`: of
     the example; the bytes in `graph` are those of a micro-batch of that size, its times are 0 until somebody measures.
     `attributes`: those of modules that code reads which a cut may open, with their values, which are part of the trace;
-    so are `sizes` of the arguments that its code takes for numbers. `left`: the attributes that a forward leaves with
-    something else in them.
+    so are `sizes` of the arguments that its code takes for numbers. `opened`: the modules that a cut may open. `left`:
+    the attributes that a forward leaves with something else in them.
     """
 
     model: nn.Module
@@ -45,6 +45,7 @@ class Traced:
     both: bool
     samples: int
     attributes: Mapping[Key, Any] = field(default_factory=dict)
+    opened: Collection[str] = ()
     sizes: FixedSizes = field(default_factory=FixedSizes)
     left: Collection[Key] = ()
 
@@ -135,7 +136,28 @@ def trace_model(
             other_sizes = with_other_size(arguments, number, whole)
             if modes.do_the_same(record_as(record.root.training), record_as(record.root.training, other_sizes)):
                 sizes = sizes.without(number)
-    return Traced(model, record, found, leaves, both, samples.pop(), fixed, sizes, frozenset(left))
+    opened = _list_opened_modules(record.root, found)
+    return Traced(model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left))
+
+
+def _list_opened_modules(root: Call, units: Units) -> frozenset[str]:
+    """Return the paths of the modules whose code a cut may open, and of those that only hold others."""
+    never_cut = {unit.item for unit in units.of.values() if isinstance(unit.item, Call)}
+    opened, closed, calls = set[str](), set[str](), [root]
+    while calls:
+        call = calls.pop()
+        if call in never_cut:
+            closed.add(call.path)
+        else:
+            opened.add(call.path)
+            calls += call.calls()
+    parts = [path.split(".") for path in (*opened, *closed) if path]
+    around = {".".join(each[:count]) for each in parts for count in range(len(each))}
+    return frozenset(opened | {path for path in around if not any(_is_inside(path, each) for each in closed - opened)})
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.")
 
 
 def _record_call(
@@ -239,16 +261,14 @@ def _build_graph(record: ForwardRecord, found: Units, samples: int) -> Graph:
                 output=sum(sizes.values()) if single else 0,
                 colocate=unit.group,
                 ties=tuple(sorted(unit.weights & ties)),
-                gradient=any(record.values[index].gradient for index in unit.values.values()),
+                gradient=any(index in found.learning for index in unit.values.values()),
                 frozen=sum(_count_weight_bytes(each) for each in own if not each.requires_grad),
             )
         )
         if not single:
             for name, index in unit.values.items():
-                tensor = record.values[index]
-                nodes.append(
-                    GraphNode(name, (unit.name,), output=sizes[name], colocate=unit.group, gradient=tensor.gradient)
-                )
+                learns = index in found.learning
+                nodes.append(GraphNode(name, (unit.name,), output=sizes[name], colocate=unit.group, gradient=learns))
     return Graph(
         tuple(nodes),
         tuple((name, _count_weight_bytes(parameters[name])) for name in sorted(ties)),

@@ -62,6 +62,12 @@ class Tree:
         built = {name: built_in(self.model.get_submodule(name)) for name in self.blocks}
         return {name: stage for name, stage in built.items() if stage is not None}
 
+    @property
+    def opened(self) -> frozenset[str]:
+        """Return the paths of the modules that hold the blocks, and are not called."""
+        parts = [name.split(".") for name in self.blocks]
+        return frozenset(".".join(each[:count]) for each in parts for count in range(len(each)))
+
     def split(self, stage_of: Mapping[str, int]) -> list[StageModule]:
         """Return the stages, as `split_model` does; what is not placed follows the block before it."""
         chosen = placement.complete_placement(self.graph, stage_of or self.manual)

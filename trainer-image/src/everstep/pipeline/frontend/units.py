@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch.nn import Parameter
@@ -36,13 +36,17 @@ class Unit:
 class Units:
     """`free`: operations on nothing but sizes and constants, which every stage that needs them does by itself;
     `of`: the unit of each operation and opaque call; `makers`: who makes each value; `repeatable`: the calls that can
-    be made as they were."""
+    be made as they were; `entangled`: of calls, the units elsewhere that use a weight of their modules which nothing in
+    the call does: where they are in another stage, the module must not be in the call's, or both would have it;
+    `learning`: the values from whose users a gradient comes back."""
 
     all: list[Unit]
     free: dict[int, Op]  # by the value
     of: dict[Item, Unit]
     makers: dict[int, Item]
     repeatable: frozenset[Call]
+    entangled: dict[Call, frozenset[Unit]]
+    learning: frozenset[int]
 
 
 def find_units(record: ForwardRecord) -> Units:
@@ -59,13 +63,14 @@ def find_units(record: ForwardRecord) -> Units:
     found = [_make_unit(name, item, view) for name, item in zip(_name_items(items), items, strict=True)]
     free_ops = set(free.values())
     found = [unit for unit in found if unit.item not in free_ops]
-    output = Unit(OUTPUT, None, *_collect_uses(record.root.outputs))
+    output = Unit(OUTPUT, None, *_collect_uses(record.root.outputs, record.aliases))
     alive = _keep_alive_units(found, output, view, record)
     of = {part: unit for unit in found for part in iterate_parts(unit.item)}
+    entangled = _find_entangled_calls(alive, of, record)
     _name_values(alive, free, view)
     _group_units(alive, of, record)
     repeatable = frozenset(call for call in record.root.all_calls() if view.repeatable(call))
-    return Units(alive, free, of, view.makers, repeatable)
+    return Units(alive, free, of, view.makers, repeatable, entangled, _find_learning_values(record))
 
 
 class _View:
@@ -73,6 +78,7 @@ class _View:
     were."""
 
     def __init__(self, record: ForwardRecord) -> None:
+        self.aliases = record.aliases
         self.makers: dict[int, Item] = {}
         self.readers: dict[int, list[Item]] = defaultdict(list)
         self._repeatable: dict[Call, bool] = {}
@@ -91,7 +97,7 @@ class _View:
         return self._repeatable[call]
 
     def _closed(self, call: Call) -> bool:
-        if call.inputs is None or call.outputs is None:
+        if call.inputs is None or call.outputs is None or call.is_lent:
             return False
         if not call.path and any(isinstance(item, Op) and item.draws for item in call.body):
             return False  # the model's own draws are modules of their own, in one stage as in many
@@ -126,21 +132,23 @@ class _View:
                 yield from self.leaves(item)
 
 
-def _collect_uses(found: Template) -> tuple[frozenset[int], frozenset[str], frozenset[str]]:
+def _collect_uses(found: Template, aliases: Mapping[int, str]) -> tuple[frozenset[int], frozenset[str], frozenset[str]]:
     refs = set(iterate_references(found))
+    weights = {ref.name for ref in refs if isinstance(ref, Weight)}
+    weights |= {aliases[ref.index] for ref in refs if isinstance(ref, Constant) and ref.index in aliases}
     return (
         frozenset(ref.index for ref in refs if isinstance(ref, ValueRef)),
         frozenset(ref.name for ref in refs if isinstance(ref, Argument)),
-        frozenset(ref.name for ref in refs if isinstance(ref, Weight)),
+        frozenset(weights),
     )
 
 
 def _make_unit(name: str, item: Item, view: _View) -> Unit:
-    reads, arguments, weights = _collect_uses(item.inputs)
+    reads, arguments, weights = _collect_uses(item.inputs, view.aliases)
     if isinstance(item, Call):
         weights |= frozenset(item.weights)
         for part in iterate_parts(item):
-            weights |= _collect_uses(part.inputs)[2]
+            weights |= _collect_uses(part.inputs, view.aliases)[2]
     made = {index for part in iterate_parts(item) for index in iterate_made_values(part) if view.makers[index] is part}
     inside = isinstance(item, Call) and (item.opaque or any(item.calls()))
     apart = item.whole if isinstance(item, Call) and inside else ""
@@ -167,7 +175,9 @@ def _find_free_operations(record: ForwardRecord, view: _View) -> dict[int, Op]:
     for op in record.root.ops():
         if op not in direct or op.draws or op.touches & changed:
             continue
-        given = [ref for ref in iterate_references(op.inputs) if isinstance(ref, ValueRef | Argument | Weight)]
+        given = [
+            ref for ref in iterate_references(op.inputs) if isinstance(ref, ValueRef | Argument | Weight | Constant)
+        ]
         if all(_is_constant(ref, found, record) for ref in given) and not any(
             record.values[index].gradient for index in iterate_made_values(op)
         ):
@@ -179,9 +189,47 @@ def _is_constant(ref: Ref, found: dict[int, Op], record: ForwardRecord) -> bool:
     if isinstance(ref, ValueRef):
         return ref.index in found
     # Parameters have owners, even those that do not learn.
-    return isinstance(ref, Constant) or (
-        isinstance(ref, Weight) and not isinstance(record.weights[ref.name], Parameter)
-    )
+    if isinstance(ref, Constant):
+        return ref.index not in record.aliases
+    return isinstance(ref, Weight) and not isinstance(record.weights[ref.name], Parameter)
+
+
+def _find_learning_values(record: ForwardRecord) -> frozenset[int]:
+    """Find the values that the result is differentiated through. What is used by `detach`, without gradients or by
+    functions that have none, as `argmax`, gives its makers no gradient, and not one of zeros, in one process."""
+    found = {ref.index for ref in iterate_references(record.root.outputs) if isinstance(ref, ValueRef)}
+    for part in reversed(list(iterate_parts(record.root))):
+        made = set(iterate_made_values(part))
+        # What changes memory may be differentiated through that.
+        if not made or part.mutates or any(record.values[index].gradient for index in made & found):
+            found.update(ref.index for ref in iterate_references(part.inputs) if isinstance(ref, ValueRef))
+    return frozenset(index for index in found if record.values[index].gradient)
+
+
+def _find_entangled_calls(
+    alive: list[Unit], of: dict[Item, Unit], record: ForwardRecord
+) -> dict[Call, frozenset[Unit]]:
+    """Find the calls of modules with weights that units elsewhere use, and nothing in the call; those that are never
+    cut use these weights too from now on, so that they are shared."""
+    users: dict[str, set[Unit]] = defaultdict(set)
+    for unit in alive:
+        for name in unit.weights:
+            users[name].add(unit)
+    first = {id(weight): name for name, weight in record.weights.items()}
+    found: dict[Call, frozenset[Unit]] = {}
+    for call in record.root.all_calls():
+        inside = {of[part] for part in iterate_parts(call) if part in of}
+        more = {
+            name
+            for each in (*call.module.parameters(), *call.module.buffers())
+            if (name := first.get(id(each), "")) in users and inside.isdisjoint(users[name])
+        }
+        if more:
+            found[call] = frozenset(unit for name in more for unit in users[name])
+            for unit in inside:
+                if unit.item is call:
+                    unit.weights |= more
+    return found
 
 
 def _keep_alive_units(found: list[Unit], output: Unit, view: _View, record: ForwardRecord) -> list[Unit]:

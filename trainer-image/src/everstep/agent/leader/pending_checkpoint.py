@@ -1,0 +1,61 @@
+"""The newest request for a checkpoint: which generation has had it, and which checkpoint was saved for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.agent.wire.checkpoint_request import CheckpointRequest
+
+
+class PendingCheckpoint:
+    """The request as the leader keeps it. Times are the leader's monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._request: CheckpointRequest | None = None
+        self._until: float | None = None
+        self._told = 0  # the generation that has had it
+        self._from_step = 0  # a checkpoint of this step or later was saved for it
+        self._saved_step: int | None = None
+
+    def take(self, now: float, request: CheckpointRequest) -> bool:
+        """Take in a request. Return False if it is the one that is known already."""
+        if self._request is not None and self._request.id == request.id:
+            return False
+        self._request, self._told, self._saved_step = request, 0, None
+        self._until = None if request.seconds is None else now + request.seconds
+        return True
+
+    def find_untold(self, now: float, generation: int, from_step: int) -> CheckpointRequest | None:
+        """Return the request if the ranks of this generation are to have it, which then counts as done.
+
+        What an earlier generation has had is asked for again only before its deadline: that generation may have ended
+        before it could save.
+
+        Args:
+            now: The leader's monotonic seconds.
+            generation: The generation that runs.
+            from_step: The step that its ranks have made: what was saved before is not what is asked for.
+        """
+        request = self._request
+        if request is None or self._told == generation or self._saved_step is not None:
+            return None
+        if self._until is None and self._told:
+            return None
+        left = None if self._until is None else self._until - now
+        if left is not None and left <= 0:
+            return None
+        self._told, self._from_step = generation, from_step
+        return CheckpointRequest(request.id, left)
+
+    def note_checkpoint(self, generation: int, step: int | None) -> bool:
+        """Take in the step of the newest committed checkpoint. Return True if it is the one that was asked for."""
+        if self._told != generation or self._saved_step is not None or step is None or step < self._from_step:
+            return False
+        self._saved_step = step
+        return True
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the request as the leader's state tells of it."""
+        if self._request is None:
+            return None
+        return {"id": self._request.id, "generation": self._told, "savedStep": self._saved_step}

@@ -1,0 +1,88 @@
+"""Refuse functions that compute over all parameters together, where a process has some of them only.
+
+`torch.nn.utils.clip_grad_norm_` would clip each process by another factor, `torch.amp.GradScaler` skip other steps on
+each, and an optimizer such as LBFGS go another way. Nothing in their results says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from everstep.pipeline.engine.engine import Engine
+from everstep.pipeline.errors import PipelineError
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_clip_with_norm = clip_grad._clip_grads_with_norm_
+_unscale = torch.amp.GradScaler._unscale_grads_
+_handles: list[Any] = []
+_TOGETHER = (torch.optim.LBFGS,)
+
+
+def refuse_whole_model_calls(engine: Engine) -> None:
+    """Refuse such functions on the parameters of an engine, until `allow_whole_model_calls`."""
+    _engines.add(engine)
+    if not _handles:
+        # By what it calls: scripts may have imported the function itself long before.
+        clip_grad._clip_grads_with_norm_ = _clip_unless_in_parts
+        torch.amp.GradScaler._unscale_grads_ = _unscale_unless_in_parts
+        _handles.append(register_optimizer_step_pre_hook(_look_at_optimizer))
+
+
+def allow_whole_model_calls(engine: Engine) -> None:
+    """Allow them again, when the engine is closed."""
+    _engines.discard(engine)
+    if not _engines and _handles:
+        _handles.pop().remove()
+        clip_grad._clip_grads_with_norm_ = _clip_with_norm
+        torch.amp.GradScaler._unscale_grads_ = _unscale
+
+
+def _clip_unless_in_parts(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    if _are_in_parts([parameters] if isinstance(parameters, torch.Tensor) else parameters):
+        raise PipelineError(
+            "torch.nn.utils.clip_grad_norm_ was called with parameters of a pipeline, of which this process has its "
+            "part only, and would clip it by another norm than the others theirs: call run.clip_grad_norm_(max_norm) "
+            "on all processes, or give EngineOptions(clip=max_norm)"
+        )
+    return _clip_with_norm(parameters, *args, **kwargs)
+
+
+def _unscale_unless_in_parts(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if _are_in_parts(_list_parameters(optimizer)):
+        raise PipelineError(
+            "torch.amp.GradScaler was called with an optimizer of a pipeline, and would look for overflows in the "
+            "gradients of this process only, so that each process would skip other steps: give "
+            "EngineOptions(precision='fp16'), which scales the loss and skips a step on all processes, and leave the "
+            "GradScaler out, or make it with enabled=False"
+        )
+    return _unscale(scaler, optimizer, *args, **kwargs)
+
+
+def _look_at_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, _TOGETHER) and _are_in_parts(_list_parameters(optimizer)):
+        raise PipelineError(
+            f"{type(optimizer).__name__} computes over all parameters together, and this process of a pipeline has "
+            "its part of them only, so that each would go another way: take an optimizer that treats each parameter "
+            "by itself, as SGD or AdamW"
+        )
+
+
+def _list_parameters(optimizer: Any) -> Iterable[Any]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _are_in_parts(parameters: Iterable[Any]) -> bool:
+    """Tell whether gradients or parameters of the same model are on other processes."""
+    known = {
+        id(each)
+        for engine in _engines
+        if engine.transport.size > 1 or engine.parameters.reduction.keepers
+        for each in engine.parameters.own
+    }
+    return bool(known) and any(id(each) in known for each in parameters)
