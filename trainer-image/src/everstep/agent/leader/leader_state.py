@@ -253,8 +253,7 @@ class LeaderState:
 
     def tick(self, now: float) -> None:
         slept = now - self._ticked - 2 * self.config.heartbeat
-        if slept > 0:
-            self.hangs.pause(slept)
+        self.hangs.pause(max(0.0, slept))
         self._ticked = max(now, self._ticked)
         if slept > 0 and self._current:
             self._current.defer(slept)

@@ -23,7 +23,7 @@ _OURS = "everstep.pipeline."
 
 @dataclass(eq=False, slots=True)
 class _HeldParts:
-    """What one module held: its modules, parameters and buffers, its own `forward`, and hooks."""
+    """The content of one module: its modules, parameters and buffers, its own `forward`, and hooks."""
 
     path: str
     module: nn.Module
