@@ -94,7 +94,7 @@ class Simulation:
     job: str
     nodes: tuple[str, ...] = ()  # where pod 0, pod 1 … run; default: all on one
     mute: set[str] = field(default_factory=set)  # UIDs of pods whose agents nobody hears
-    spare: str = ""  # where a pod runs that excludes its node
+    spare: str = ""  # where a pod runs that excludes its node; default: there all the same
     step: int = 0  # of the ranks
     saves: bool = True  # ranks save when they are asked to
     requested: list[str] = field(default_factory=list)  # ids of the requests for checkpoints, as leaders hear them
@@ -135,7 +135,7 @@ class Simulation:
             elif pod["status"]["phase"] == "Pending":
                 index = int(meta["name"].rpartition("-")[2])
                 node = self.nodes[index] if self.nodes else "n1"
-                await self.world.run(pod, self.spare if node in parse_pod(pod).avoids else node)
+                await self.world.run(pod, self.spare if self.spare and node in parse_pod(pod).avoids else node)
         zero = next((pod for pod in pods if pod["metadata"]["name"].endswith("-0")), None)
         for uid in [uid for uid in self.leaders if zero is None or uid != zero["metadata"]["uid"]]:
             await self.leaders.pop(uid).stop()
