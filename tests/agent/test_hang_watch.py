@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from everstep.agent.leader.commands import DumpStacks
 from everstep.agent.leader.hang_watch import DUMP_SECONDS, HangWatch
+from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.protocol import ProcessExit, RankProgress
 
 from .bench import Bench, running
@@ -104,3 +105,13 @@ def test_a_rank_that_exits_well_is_no_part_of_a_hang() -> None:
     bench.leader.take_heartbeat(bench.now, 1, 1, [step(rank, 7) for rank in range(4)])
     bench.report(0, [ProcessExit(0, 0), ProcessExit(1, 0)]).report(1, [ProcessExit(2, 0), ProcessExit(3, 0)])
     assert bench.phase == "ended"
+
+
+def test_ranks_that_wait_after_a_checkpoint_for_a_node_that_goes_away_do_not_hang() -> None:
+    bench: Bench = running(hang_timeout=60.0)
+    bench.leader.take_heartbeat(bench.now, 1, 1, [step(rank, 7) for rank in range(4)])
+    bench.leader.request_checkpoint(bench.now, CheckpointRequest("1", 120.0))
+    bench.later(119.0)
+    assert DumpStacks() not in bench.take()
+    bench.later(62.0)
+    assert DumpStacks() in bench.take(), "nobody told them to stop"

@@ -224,10 +224,10 @@ def leaves_when_rank_0_is_gone(rank: int, folder: Path) -> None:
     ckpt = session(folder)
     ckpt.track(model=Model())
     ckpt.save(10)
-    assert ckpt._pilot is not None
+    assert ckpt._coordinator is not None
     if rank == 0:
         ckpt.wait()
-        ckpt._pilot.timeout = 0.1
+        ckpt._coordinator.timeout = 0.1
         began = time.monotonic()
         ckpt.close()
         assert time.monotonic() - began < 20  # it waits for the others as long as it was told, and no other time

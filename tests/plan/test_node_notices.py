@@ -51,6 +51,12 @@ def pass_time(world: World, seconds: float, step: float = 1.0) -> None:
         world.reconcile()
 
 
+def put_on_record(world: World) -> JobPlan:
+    """Let the operator see what is announced; return the plan that follows from its record."""
+    assert not world.reconcile().actions, "nothing follows before it is on record"
+    return world.reconcile()
+
+
 def until_left(world: World, limit: float = NOTICE) -> None:
     """Until the pods on the noticed nodes are told to go."""
     deadline = world.now + limit
@@ -63,7 +69,7 @@ def until_left(world: World, limit: float = NOTICE) -> None:
 def test_a_notice_is_on_record_before_the_leader_is_asked_once_for_a_checkpoint() -> None:
     world = running()
     world.notice(1, SPOT)
-    made = world.reconcile()
+    made = put_on_record(world)
     known = record(world)
     assert (known.reason, known.source, known.nodes) == ("SpotInterruption", SPOT.source, ["node-1"])
     assert known.deadline is not None
@@ -133,7 +139,7 @@ def test_all_noticed_nodes_are_left_in_one_restart() -> None:
     world = running(4)
     for index in (1, 2, 3):
         world.notice(index, SPOT)
-    made = world.reconcile()
+    made = put_on_record(world)
     assert len(asked(made)) == 1
     until_left(world)
     world.run("Restarting", limit=5).run("Running", limit=60)
@@ -144,7 +150,7 @@ def test_a_node_that_is_noticed_later_has_its_say_about_the_deadline() -> None:
     world = running()
     world.saves_in = None
     world.notice(1, SPOT)
-    world.reconcile()
+    put_on_record(world)
     world.tick(50)
     world.notice(2, dataclasses.replace(SPOT, seconds=40))
     made = world.reconcile()
@@ -177,7 +183,7 @@ def test_without_a_checkpoint_pods_leave_shortly_before_the_deadline_and_say_so(
     world = running()
     world.saves_in = None
     world.notice(1, dataclasses.replace(SPOT, seconds=seconds))
-    made = world.reconcile()
+    made = put_on_record(world)
     at = world.now + seconds - margin
     assert made.requeue_at is not None
     assert made.requeue_at <= at
@@ -229,6 +235,7 @@ def test_ranks_that_do_not_run_are_not_waited_for() -> None:
     world.reconcile()
     world.notice(1, SPOT)
     made = world.reconcile()
+    made = world.reconcile()
     assert deleted(made) == ["digits-1"]
     world.run("Running", limit=30)
     assert world.pods["digits-1"].node != "node-1"
@@ -239,6 +246,7 @@ def test_a_pod_that_starts_on_a_noticed_node_leaves_at_once() -> None:
     world.run("Scheduling")
     world.bind()
     world.notice(1, SPOT)
+    world.reconcile()
     assert deleted(world.reconcile()) == ["digits-1"]
     world.run("Running", limit=60)
     assert world.pods["digits-1"].node != "node-1"
@@ -267,13 +275,13 @@ def test_of_a_node_that_stays_a_checkpoint_is_asked_for_and_no_more() -> None:
     world = running()
     pods = {pod.uid for pod in world.pods.values()}
     world.notice(1, CORDONED)
-    assert len(asked(world.reconcile())) == 1
+    assert len(asked(put_on_record(world))) == 1
     pass_time(world, 900, step=10)
     assert {pod.uid for pod in world.pods.values()} == pods
     assert record(world).saved_step == world.checkpoint > 0
     assert len(world.asked_for) == 1
     world.notice(1, SPOT)  # whoever has cordoned it goes on
-    world.reconcile()
+    put_on_record(world)
     assert len(world.asked_for) == 2
     until_left(world)
 
@@ -291,6 +299,7 @@ def test_an_end_that_is_far_away_is_told_and_waited_for() -> None:
     assert told.reason == "NodeMaintenance"
     assert "by 2026-01-01T14:00" in told.message
     world.now = at - AHEAD_SECONDS + 1
+    world.reconcile()
     assert len(asked(world.reconcile())) == 1
 
 
@@ -338,6 +347,21 @@ def test_a_plain_job_leaves_before_the_deadline_as_a_whole() -> None:
     assert deleted(world.reconcile()) == ["digits-1"]
     world.run("Restarting", limit=5).run("Running", limit=60)
     assert world.status.restarts.preemption == world.status.restarts.total == 1
+
+
+def test_over_crds_that_cannot_hold_the_record_nothing_follows() -> None:
+    """Each look would be the first, and ask for a checkpoint of its own."""
+    world = running()
+    world.notice(1, SPOT)
+    for _ in range(5):
+        made = world.reconcile()
+        assert not made.actions
+        assert world.phase == "Running"
+        world.job = world.job.model_copy(update={"status": world.status.model_copy(update={"disruption": None})})
+        world.tick()
+    told = world.status.condition(ConditionType.NODES_HEALTHY)
+    assert told is not None
+    assert told.reason == "SpotInterruption"
 
 
 def test_a_suspended_or_finished_job_leaves_no_node() -> None:

@@ -239,19 +239,18 @@ class LastFailure(StatusModel):
 
 
 class Disruption(StatusModel):
-    """Nodes under the job's pods that are announced to go away, or are drained or at fault, and what was done."""
+    """Nodes under the job's pods that go away, are drained or at fault, and what was done."""
 
     reason: ReasonWord
     source: str = Field(default="", max_length=1024)
     """The signal, as `taint karpenter.sh/disrupted`."""
     nodes: list[Annotated[str, Field(max_length=253)]] = Field(default_factory=list, max_length=MAX_DISRUPTED_NODES)
-    """Names of the nodes."""
     noticed: Time
-    """When the operator first saw the signal. It names the request for a checkpoint."""
+    """When the signal was first seen."""
     deadline: Time | None = None
-    """When the first of the nodes may be gone; absent where they stay, and a checkpoint is all that is asked for."""
+    """When the first node may be gone; absent where they stay, and ranks only save."""
     saved_step: Count | None = None
-    """The step of the checkpoint that the ranks saved for it, once it is committed."""
+    """Step of the checkpoint that was saved for it and is committed."""
     leaving: Time | None = None
     """Since when the pods on these nodes are deleted."""
 

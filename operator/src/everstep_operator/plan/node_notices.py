@@ -48,6 +48,11 @@ def leave_noticed_nodes(s: PlanContext, decision: Decision) -> Decision:
     record = _update_record(s, {name: each for name, each in signals.items() if not _is_far(each, s.now)})
     if record is None:
         return decision.requeue_at(min(later, default=None))
+    decision = decision.with_fields(disruption=record).requeue_at(min(later, default=None))
+    if s.status.disruption is None or s.status.disruption.noticed != record.noticed:
+        # Nothing follows before it is on record: CRDs that are older than the operator cannot hold it, and each look
+        # would be the first.
+        return decision
     record = _note_checkpoint(s, record)
     if record.leaving is None and record.deadline is not None:
         leave_at = _compute_leave_time(record)
@@ -55,7 +60,7 @@ def leave_noticed_nodes(s: PlanContext, decision: Decision) -> Decision:
             record = record.model_copy(update={"leaving": to_utc(s.now)})
         else:
             decision = decision.requeue_at(leave_at)
-    decision = decision.with_fields(disruption=record).requeue_at(min(later, default=None))
+    decision = decision.with_fields(disruption=record)
     if record.leaving is not None:
         doomed = [pod for pod in s.live if pod.node and (each := signals.get(pod.node)) is not None and each.leaves]
         why = pod_replacement.NOTICE_REASONS.get(record.reason, Reason.NODE_DRAINING)

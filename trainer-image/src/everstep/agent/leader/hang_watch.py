@@ -61,6 +61,12 @@ class HangWatch:
         for rank in self._ranks.values():
             rank.since += seconds
 
+    def excuse(self, now: float) -> None:
+        """Begin to count anew: ranks have a reason to make no step now."""
+        self._dumped_at = None
+        for rank in self._ranks.values():
+            rank.since = now
+
     def due(self) -> float | None:
         """Return when to look next, if no rank says anything before; None: not before one does."""
         since = self._find_last_step()

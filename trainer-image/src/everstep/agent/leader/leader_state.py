@@ -13,7 +13,7 @@ generation history; ended is final.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Callable
 
 from everstep.agent.config import AgentConfig
@@ -237,9 +237,8 @@ class LeaderState:
                 )
         self._advance(now)
 
-    def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
+    def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Sequence[protocol.RankProgress]) -> None:
         if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
-            ranks = tuple(ranks)
             self.hangs.update(now, ranks)
             self.meter.update(now, now + self._wall_offset, ranks)
             if self.checkpoints.update(now + self._wall_offset, (epoch, generation), ranks):
@@ -349,7 +348,9 @@ class LeaderState:
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:
-        if self.hangs.wants_dump(now):
+        if self.pending_checkpoint.holds_training(now, self.generation):
+            self.hangs.excuse(now)
+        elif self.hangs.wants_dump(now):
             self._commands.append(DumpStacks())
         elif (found := self.hangs.find_hang(now)) is not None:
             rank, message = found
@@ -358,9 +359,8 @@ class LeaderState:
 
     def _ask_for_checkpoint(self, now: float) -> None:
         """Hand a request on to ranks that run, and note the checkpoint that was saved for it."""
-        before, trained = self.checkpoints.step, self.meter.generation_step
-        from_step = trained if trained is not None else (before + 1 if before is not None else 0)
-        asked = self.pending_checkpoint.find_untold(now, self.generation, from_step)
+        before = self.checkpoints.step
+        asked = self.pending_checkpoint.find_untold(now, self.generation, self.meter.generation_step, before)
         if asked is not None:
             self._commands.append(AskForCheckpoint(self.generation, asked))
             self._changed()

@@ -25,7 +25,9 @@ class PendingCheckpoint:
         self._until = None if request.seconds is None else now + request.seconds
         return True
 
-    def find_untold(self, now: float, generation: int, from_step: int) -> CheckpointRequest | None:
+    def find_untold(
+        self, now: float, generation: int, trained: int | None, saved: int | None
+    ) -> CheckpointRequest | None:
         """Return the request if the ranks of this generation are to have it, which then counts as done.
 
         What an earlier generation has had is asked for again only before its deadline: that generation may have ended
@@ -34,7 +36,8 @@ class PendingCheckpoint:
         Args:
             now: The leader's monotonic seconds.
             generation: The generation that runs.
-            from_step: The step that its ranks have made: what was saved before is not what is asked for.
+            trained: The last step of its ranks: what was saved before is not what is asked for. None: not told yet.
+            saved: The step of the newest checkpoint, if there is one.
         """
         request = self._request
         if request is None or self._told == generation or self._saved_step is not None:
@@ -44,8 +47,13 @@ class PendingCheckpoint:
         left = None if self._until is None else self._until - now
         if left is not None and left <= 0:
             return None
-        self._told, self._from_step = generation, from_step
+        self._told = generation
+        self._from_step = trained if trained is not None else (saved + 1 if saved is not None else 0)
         return CheckpointRequest(request.id, left)
+
+    def holds_training(self, now: float, generation: int) -> bool:
+        """Return whether ranks of this generation may wait after their save, until they are told to stop."""
+        return self._told == generation and self._until is not None and now < self._until
 
     def note_checkpoint(self, generation: int, step: int | None) -> bool:
         """Take in the step of the newest committed checkpoint. Return True if it is the one that was asked for."""

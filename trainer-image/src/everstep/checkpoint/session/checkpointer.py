@@ -110,7 +110,7 @@ class Checkpointer:
         self.attempt: Attempt | None = None
         self._given = Attempt(*asked.attempt) if asked.attempt is not None else fence.get_given_attempt()
         self._keeps_copies = self._topology.nodes > 1 and asked.memory.peers != 0
-        self._pilot: SaveCoordinator | None = None
+        self._coordinator: SaveCoordinator | None = None
         self._node: WriterConnection | None = None
         self._process = os.getpid()
         self.ended = ""  # why nothing may be called any more
@@ -120,7 +120,7 @@ class Checkpointer:
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
         self._request_file = RequestFile.from_environment()
-        self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
+        self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a coordinator
         rank, timeout = self._topology.rank, asked.times.timeout
         self._kv_store: KVStore = SharedKVStore.open(self._group, timeout)
         self._agreement = Agreement(self._kv_store, rank, timeout)
@@ -157,7 +157,7 @@ class Checkpointer:
         when it is not of these objects: they are untouched then. CheckpointError once this session has saved: what it
         saves next would be older than checkpoints of the same attempt.
         """
-        if self._pilot is not None and self._pilot.saved:
+        if self._coordinator is not None and self._coordinator.saved:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
         everything = add_generators(objects)
 
@@ -204,7 +204,7 @@ class Checkpointer:
             CheckpointError: The store holds checkpoints, which later ones would soon have removed (see start_over), or
                 these objects cannot be saved here.
         """
-        if self._pilot is None and not self._has_restored:
+        if self._coordinator is None and not self._has_restored:
             keep = self._asked.keep_last
             with self._arrivals.naming_absent("track()"):
                 self._group.run_on_first_rank(lambda: claiming.check_is_empty(self.store, keep))
@@ -228,7 +228,7 @@ class Checkpointer:
         everything = add_generators(objects)
         with self._arrivals.naming_absent("track() or start_over()"):
             check_source_ranks(everything, self._group)
-            if self._pilot is None:
+            if self._coordinator is None:
                 check_start(
                     everything, self._topology, self._group, self._how, self._directory, self._asked.memory.slots
                 )
@@ -247,11 +247,11 @@ class Checkpointer:
         another step() or save(), as in a callback of an event.
         """
         step = check_step(step)
-        pilot = self._claimed()
+        coordinator = self._claimed()
         # One rank asks for all, and rank 0 hears it soonest: each that asked would be one more save.
         if self._topology.rank == 0 and (asked := self._request_file.take()) is not None:
-            pilot.ask(asked.seconds, holds=True)
-        pilot.step(step)
+            coordinator.ask(asked.seconds, holds=True)
+        coordinator.step(step)
 
     @one_at_a_time
     def save(self, step: int, deadline: float | None = None, *, metadata: Mapping[str, Any] | None = None) -> Forecast:
@@ -265,10 +265,10 @@ class Checkpointer:
         """
         step, deadline = check_step(step), check_deadline(deadline)
         pack_metadata(metadata or {})
-        pilot = self._claimed()
+        coordinator = self._claimed()
         self._noted = dict(metadata or {})
         try:
-            return pilot.save(step, deadline)
+            return coordinator.save(step, deadline)
         finally:
             self._noted = {}
 
@@ -277,8 +277,8 @@ class Checkpointer:
 
         On a GPU, what is computed next waits until the last save has copied that; it costs nothing otherwise.
         """
-        if self._pilot is not None:
-            self._pilot.saver.before_change()
+        if self._coordinator is not None:
+            self._coordinator.saver.before_change()
 
     def request(self, deadline: float | None = None) -> None:
         """Ask for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler.
@@ -287,16 +287,16 @@ class Checkpointer:
         told at the end, and close() raises SaveFailed unless the deadline is over by then.
         """
         deadline = check_deadline(deadline)
-        if self._pilot is not None:
-            self._pilot.request(deadline)
+        if self._coordinator is not None:
+            self._coordinator.request(deadline)
         else:  # one rank alone claims nothing
             self._wish = (None if deadline is None else time.monotonic() + deadline,)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until what was saved is in the store. SaveFailed when the last save did not get there."""
         check_process(self._process, "wait()")
-        if self._pilot is not None:
-            self._pilot.wait(timeout)
+        if self._coordinator is not None:
+            self._coordinator.wait(timeout)
 
     def on(self, event: str, callback: Callback) -> None:
         """Calls back with each event of this name: saved, restored, fell_back, stalled, failed, uncopied (a save has no
@@ -316,17 +316,17 @@ class Checkpointer:
             return
         self.ended = "is called after close(): make another session, and restore() in it to go on"
         try:
-            if self._pilot is not None:
-                self._pilot.close(wait)
+            if self._coordinator is not None:
+                self._coordinator.close(wait)
             elif self._node is not None and wait:  # what was claimed is given back, though nothing was saved
                 with contextlib.suppress(CheckpointError):
                     self._node.call("bye")
-            if self._pilot is None and self._wish is not None:
+            if self._coordinator is None and self._wish is not None:
                 wish, self._wish = self._wish, None
                 tell_unmet_request(self._events, wish[0], wait)
         finally:
-            if self._pilot is not None:
-                self._pilot.saver.close()
+            if self._coordinator is not None:
+                self._coordinator.saver.close()
             if self._node is not None:
                 self._node.close()
             self._group.close()
@@ -359,23 +359,23 @@ class Checkpointer:
         """These are saved from here on. `step`: that training goes on from, where it was just restored."""
         warn_of_random_samplers(objects)
         self._objects = objects
-        if self._pilot is not None:
+        if self._coordinator is not None:
             # The same one: its saves may not have ended yet, and all ranks go on with the numbers that they have.
-            self._pilot.go_on(self._saver(self._pilot.node), step)
+            self._coordinator.go_on(self._saver(self._coordinator.node), step)
 
     def _claimed(self) -> SaveCoordinator:
         """Return the coordinator; the first call of all ranks claims the store and the slots for them.
 
         Collective then.
         """
-        if self._pilot is not None:
-            return self._pilot
+        if self._coordinator is not None:
+            return self._coordinator
         if self._objects is None:
             raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
         with self._arrivals.naming_absent("the first step() or save()"):
             node = self._node = self._node or self._claim()
             saver = self._saver(node)
-        self._pilot = SaveCoordinator(
+        self._coordinator = SaveCoordinator(
             saver=saver,
             node=node,
             agreement=self._agreement,
@@ -390,8 +390,8 @@ class Checkpointer:
         )
         if self._wish is not None:
             (until,) = self._wish
-            self._pilot.request(None if until is None else max(0.0, until - time.monotonic()))
-        return self._pilot
+            self._coordinator.request(None if until is None else max(0.0, until - time.monotonic()))
+        return self._coordinator
 
     def _saver(self, node: WriterConnection) -> Saver:
         assert self._objects is not None

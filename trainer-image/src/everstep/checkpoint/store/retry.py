@@ -6,11 +6,12 @@ spreads a thousand ranks that a store has slowed down at the same moment.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from everstep.checkpoint.errors import Full, StoreError
 
@@ -25,7 +26,6 @@ class Retry:
     first: float = 0.2
     longest: float = 10.0
     sleep: Callable[[float], None] = time.sleep
-    uniform: Callable[[float, float], float] = random.uniform
 
     def __call__(self, call: Callable[[], T]) -> T:
         """Return what `call` returns, after as many tries as are needed and allowed.
@@ -33,14 +33,16 @@ class Retry:
         Raises:
             StoreError: The last one of `call`, when the tries are used up; at once if it is Full or cannot pass.
         """
-        for failures in range(self.tries - 1):
-            try:
-                return call()
-            except Full:
-                # Room is made by retention or by people, not within seconds.
-                raise
-            except StoreError as error:
-                if not error.may_pass:
-                    raise
-            self.sleep(self.uniform(0, min(self.longest, self.first * 2**failures)))
-        return call()
+        repeat = Retrying(
+            stop=stop_after_attempt(self.tries),
+            wait=wait_random_exponential(multiplier=self.first, max=self.longest),
+            retry=retry_if_exception(_may_pass),
+            sleep=self.sleep,
+            reraise=True,
+        )
+        return repeat(call)
+
+
+def _may_pass(error: BaseException) -> bool:
+    # Room is made by retention or by people, not within seconds.
+    return isinstance(error, StoreError) and error.may_pass and not isinstance(error, Full)
