@@ -94,7 +94,7 @@ class Simulation:
     job: str
     nodes: tuple[str, ...] = ()  # where pod 0, pod 1 … run; default: all on one
     mute: set[str] = field(default_factory=set)  # UIDs of pods whose agents nobody hears
-    spare: str = ""  # where a pod runs that excludes its node
+    spare: str = ""  # where a pod runs that excludes its node; default: there all the same
     step: int = 0  # of the ranks
     saves: bool = True  # ranks save when they are asked to
     requested: list[str] = field(default_factory=list)  # ids of the requests for checkpoints, as leaders hear them

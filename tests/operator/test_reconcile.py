@@ -285,3 +285,27 @@ async def test_a_copy_of_pod_0_does_not_hide_the_leader(
         reconciler.cache.pods.put({"metadata": {**meta, "creationTimestamp": created, "ownerReferences": [owner]}})
     found: object = reconciler._find_leader_view(KEY, built, reconciler.cache.pods_of(KEY))
     assert found == "digits-0"
+
+
+async def test_what_older_crds_cannot_store_is_known_in_the_next_look(reconciler: Reconciler, server: Any) -> None:
+    """Else each look would decide and write the same again."""
+    apply_status = server.apply_status
+
+    async def apply(resource: Any, namespace: str, body: Any) -> Any:
+        if "nodes" in body["status"]:
+            message = "failed to create typed patch object: .status.nodes: field not declared in schema"
+            raise errors.from_status(500, {"message": message})
+        return await apply_status(resource, namespace, body)
+
+    server.apply_status = apply
+    reconciler.cache.jobs.put(job().manifest())
+    looks = 0
+    reconciler.queue.add(KEY)
+    while (key := reconciler.queue.take()) is not None and looks < 20:
+        await reconciler.reconcile(key)
+        reconciler.queue.done(key)
+        looks += 1
+    assert server.statuses
+    assert len(server.statuses) < 5, "what has changed nothing is not written again"
+    assert all("nodes" not in status for status in server.statuses)
+    assert reconciler._memories[KEY].kept == {"nodes": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from types import FrameType
 
@@ -14,7 +15,7 @@ from everstep_operator.plan import JobPlan, make_plan
 from everstep_operator.plan.actions import Action, CreatePods, DeletePods, DryRun, PushPeers
 from everstep_operator.plan.observation import Rejection
 from tests.builders import job
-from tests.plan.world import World
+from tests.plan.world import START, World
 
 
 def phases(world: World) -> list[str]:
@@ -170,6 +171,29 @@ def test_what_the_template_names_may_come_later_than_the_job(said: str) -> None:
     world.refuse = lambda _: None
     world.now += 31
     world.run("Running")
+
+
+def test_a_job_in_a_new_namespace_does_not_wait_long_for_its_service_account() -> None:
+    """Applied together, as many tools do; the account is there a moment later."""
+    said = (
+        'pods "digits-0" is forbidden: error looking up service account ml/default: serviceaccount "default" not found'
+    )
+    world = World(job().nodes(2).build())
+    attempts: list[float] = []
+
+    def refuse(action: Action) -> Rejection | None:
+        if isinstance(action, DryRun):
+            attempts.append(world.now - START)
+        return Rejection(action, "Forbidden", said) if isinstance(action, DryRun) else None
+
+    world.refuse = refuse
+    for _ in range(200):
+        world.reconcile()
+        world.tick(0.5)
+    assert attempts[1] <= 1.5
+    assert all(after - before <= 30.5 for before, after in itertools.pairwise(attempts))
+    assert len(attempts) < 12, "and less and less often"
+    assert len(world.events) == 1, "once"
 
 
 def test_a_policy_that_refuses_a_new_job_fails_it_and_one_that_has_run_waits() -> None:

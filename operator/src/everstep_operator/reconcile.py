@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 from pydantic import ValidationError
@@ -66,6 +67,7 @@ class _Memory:
     scale_up_at: float | None = None  # when a node was last promised to a pod of the job
     status_refused: bool = False  # its users have been told so
     unreadable: int | None = None  # the version of which they have been told that it breaks the rules
+    kept: dict[str, Any] = field(default_factory=dict)  # fields of the status that the CRDs have no place for
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Reconciler:
         rejection: Rejection | None = None
         written = False
         job, edited = self._undo_edit(key, job)
+        job = self._add_kept_fields(key, job)
         await self.unlisted.refresh(key)
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
             made = await self._plan_around_obstacles(key, job, rejection)
@@ -311,8 +314,15 @@ class Reconciler:
             return None
         written, memory = TrainingJob.parse_stored(stored), self._get_memory(key, job.metadata.uid)
         memory.status_written_at, memory.status = self.clock(), written.status
+        memory.kept = self._undeclared.keep(status)
         metrics.record_status_change(job, written.status, self.clock())
-        return written
+        return self._add_kept_fields(key, written)
+
+    def _add_kept_fields(self, key: Key, job: TrainingJob) -> TrainingJob:
+        """Return the job with what older CRDs could not store of its status: else the same would be decided anew in
+        each look, as a request for a checkpoint."""
+        kept = self._get_memory(key, job.metadata.uid).kept
+        return job.model_copy(update={"status": job.status.model_copy(update=kept)}) if kept else job
 
     async def _store_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> ApiObject:
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster.log_limit import LogRateLimiter
 
 log = structlog.get_logger(__name__)
@@ -69,6 +70,18 @@ class UndeclaredFields:
                 times_before=left_out,
             )
         return True
+
+    def keep(self, status: TrainingJobStatus) -> dict[str, Any]:
+        """Return the fields of a status that are known to be missing as a whole, by their names in the model: what a
+        plan is made from, and nobody stores.
+
+        Args:
+            status: The status that was to be written.
+        """
+        missing = {path[0] for path in self._paths if len(path) == 1}
+        return {
+            name: getattr(status, name) for name, known in type(status).model_fields.items() if known.alias in missing
+        }
 
     def strip(self, status: dict[str, Any]) -> dict[str, Any]:
         """Return a status without the fields that are known to be missing.

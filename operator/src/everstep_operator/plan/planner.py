@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
 from everstep_operator.plan import (
@@ -31,7 +29,6 @@ from everstep_operator.plan.restart_budget import RestartBudget
 from everstep_operator.plan.start_failures import StartRecord
 from everstep_operator.plan.status import build_status
 
-_NOT_THERE = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
 _CONFIRM_SECONDS = 5.0  # until a leader's answer is read again that may be older than a lost pod
 _STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say that it stopped
 
@@ -139,7 +136,7 @@ def _handle_rejection(s: PlanContext) -> Decision | None:
     # What had pods before was accepted once, so a webhook or a policy has changed since: it may change back, and a job
     # that trained for weeks shall be there then. And what is named but not there may be on its way: the order in which
     # a tool applies a job, its service account and its priority class is nobody's fault.
-    denied = refused.kind == "Forbidden" and pods and _NOT_THERE.search(refused.message) is None
+    denied = refused.kind == "Forbidden" and pods and not pod_creation.is_something_missing(refused.message)
     if s.is_first_creation and (refused.kind == "Invalid" or denied):
         return _fail_job(s, Reason.INVALID_TEMPLATE, refused.message)
     return _wait_while_blocked(s, refused)
@@ -152,7 +149,7 @@ def _wait_while_blocked(s: PlanContext, refused: Rejection) -> Decision:
     reason = _BLOCKING.get(refused.kind, Reason.ADMISSION_REJECTED)
     phase = Phase.RESTARTING if s.phase in RUN_PHASES else Phase.PENDING
     waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in gang.STALLING_REASONS)
-    return waiting.requeue_at(s.now + pod_creation.BLOCKED_RETRY_SECONDS)
+    return waiting.requeue_at(pod_creation.compute_next_attempt(s, refused.message, s.now))
 
 
 def _decide_failure(s: PlanContext, account: RestartBudget, begun: StartRecord) -> Decision | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace as replace_fields
 
@@ -30,6 +31,7 @@ from everstep_operator.plan.pod_manifest import build_pod, make_template_name
 from everstep_operator.plan.template import RejectedTemplate
 
 BLOCKED_RETRY_SECONDS = 30.0
+_MISSING = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
 MAX_AVOIDED = 64  # names of nodes that a pod excludes
 
 
@@ -176,10 +178,32 @@ def _view_own_gang(s: PlanContext) -> GangView:
     return gang.make_gang_view(s.job, s.observed.pods, s.observed.places)
 
 
+def is_something_missing(message: str) -> bool:
+    """Tell whether admission has rejected a pod for something that it names and that is not there."""
+    return _MISSING.search(message) is not None
+
+
+def compute_next_attempt(s: PlanContext, message: str, rejected_at: float) -> float:
+    """Return when what was rejected is tried again. What a new job's pods name may be made with it, as the service
+    account of a new namespace: it is waited for as long as it has been, at first a second.
+
+    Args:
+        s: The job.
+        message: Says why it was rejected.
+        rejected_at: When it was (Unix seconds).
+    """
+    if not (s.is_first_creation and is_something_missing(message)):
+        return rejected_at + BLOCKED_RETRY_SECONDS
+    return rejected_at + min(BLOCKED_RETRY_SECONDS, max(1.0, rejected_at - s.created))
+
+
 def _earliest_creation(s: PlanContext) -> float | None:
     """Return when the missing pods may be created; None: now."""
-    if s.open is not None and _is_blocked(s) and s.now < s.open.start.timestamp() + BLOCKED_RETRY_SECONDS:
-        return s.open.start.timestamp() + BLOCKED_RETRY_SECONDS
+    if s.open is not None and _is_blocked(s):
+        said = s.status.conditions[0].message if s.status.conditions else ""
+        at = compute_next_attempt(s, said, s.open.start.timestamp())
+        if s.now < at:
+            return at
     if _is_released(s):
         return gang.judge_retry(_view_own_gang(s), s.observed.gangs, now=s.now).retry_at
     return None
