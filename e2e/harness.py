@@ -24,6 +24,7 @@ PATIENCE = 3  # times as long as a wait takes on two idle cores: for it costs no
 GROUP = "everstep.dev"
 JOBS = f"/apis/{GROUP}/v1alpha1/namespaces/{{namespace}}/trainingjobs"
 FINISHED = ("Succeeded", "Failed")
+LOG_TRIES = 3
 CONNECTIONS = 60  # kept open; one thread more than that would shake hands for each of its requests
 
 
@@ -124,8 +125,20 @@ class Cluster:
         return wait(look, timeout, f"kubelets report the pods of {job} in {namespace}")
 
     def logs(self, namespace: str, pod: str) -> str:
-        """Return what the pod has written so far; what the API server says instead where there is no log."""
+        """Return what the pod has written so far; what the API server says instead where there is no log.
+
+        A kubelet that does not answer in time is asked again: the log is there.
+        """
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
+        said = ""
+        for _ in range(LOG_TRIES):
+            said, is_there = self._read_log(path)
+            if is_there:
+                break
+        return said
+
+    def _read_log(self, path: str) -> tuple[str, bool]:
+        """Return what is there, and whether that is all that can be had."""
         try:
             # One kubectl for each of a job's pods would cost more than the job.
             answer = self._api.call_api(
@@ -137,9 +150,9 @@ class Cluster:
                 _request_timeout=60,
             )
         except client.ApiException as error:
-            return str(error.body)
+            return str(error.body), error.status < 500
         text: bytes = answer.data
-        return text.decode(errors="replace")
+        return text.decode(errors="replace"), True
 
     def all_logs(self, namespace: str, job: str) -> str:
         return "\n".join(self.logs(namespace, pod["metadata"]["name"]) for pod in self.reported(namespace, job))

@@ -43,9 +43,10 @@ def test_every_rank_knows_its_place(cluster: Cluster, namespace: str, sizes: tup
 
 
 def assert_places(cluster: Cluster, namespace: str, name: str, nodes: int, procs: int) -> None:
-    ranks = told(cluster.all_logs(namespace, name))
+    logs = cluster.all_logs(namespace, name)
+    ranks = told(logs)
     world = nodes * procs
-    assert sorted(int(r["env"]["RANK"]) for r in ranks) == list(range(world))
+    assert sorted(int(r["env"]["RANK"]) for r in ranks) == list(range(world)), logs
     assert {r["env"]["WORLD_SIZE"] for r in ranks} == {str(world)}
     assert {r["env"]["LOCAL_WORLD_SIZE"] for r in ranks} == {str(procs)}
     assert len({(r["env"]["MASTER_ADDR"], r["env"]["MASTER_PORT"]) for r in ranks}) == 1
