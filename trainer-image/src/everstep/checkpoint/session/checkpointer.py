@@ -103,7 +103,7 @@ class Checkpointer:
         self._how = How(asked.storage.checksum, asked.storage.allow_pickle)
         self._group = open_host_group(asked.times.timeout, "everstep.checkpointer()")
         self._topology = topology.find_topology(self._group)
-        self._events = Events(reports=self._topology.rank == 0)
+        self._events = Events(reports=self._topology.rank == 0, trains=False)
         self.store, self._directory = open_places(asked, self._topology, self._group)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
@@ -388,6 +388,7 @@ class Checkpointer:
             timeout=self._asked.times.timeout,
             commit_timeout=self._asked.times.commit_timeout,
         )
+        self._events.begin_training()
         if self._wish is not None:
             (until,) = self._wish
             self._coordinator.request(None if until is None else max(0.0, until - time.monotonic()))
