@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -246,6 +247,14 @@ def newest_of(rank: int, store: Path, into: Path) -> str:
     found = Published(store).newest(lambda key: into)
     assert found is not None
     return (found / "model").read_text()
+
+
+def test_an_adapter_without_a_store_takes_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_CHECKPOINT", json.dumps({"store": str(tmp_path / "job"), "keep_last": 7}))
+    job = Published(None)
+    assert (job.store.url, job._keep_last) == (str(tmp_path / "job"), 7)
+    own = Published(tmp_path / "own", keep_last=2)
+    assert (own.store.url, own._keep_last) == (str(tmp_path / "own"), 2)
 
 
 def test_a_store_that_refuses_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
-from everstep.pipeline.frontend.writes import find_writes, refuse_writes  # noqa: E402
+from everstep.pipeline.frontend.writes import find_writes, refuse_reads_of_statistics, refuse_writes  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
@@ -96,6 +96,28 @@ def test_what_a_forward_writes_is_named_and_refused(case: str) -> None:
 )
 def test_what_is_put_together_or_only_read_is_no_write(module: nn.Module) -> None:
     assert not find_writes(trace_model(between(module), X).record)
+
+
+class Reading(nn.Module):  # type: ignore[misc]
+    """Adds the running mean of a layer to its result, as only that layer should read it in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(x) + self.norm.running_mean
+
+
+def test_running_statistics_that_forward_reads_in_training_beside_their_layer_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Reading(), nn.BatchNorm1d(4))
+    rows = torch.linspace(-1.0, 1.0, 24).view(6, 4)
+    with pytest.raises(PipelineError, match=r"reads the buffer '1\.norm\.running_mean' of module '1\.norm'"):
+        refuse_reads_of_statistics(trace_model(model, rows).record)
+    model[1].norm.eval()
+    refuse_reads_of_statistics(trace_model(model, rows).record)
+    model.eval()
+    refuse_reads_of_statistics(trace_model(model, rows).record)
 
 
 def _asked(rank: int) -> list[str]:

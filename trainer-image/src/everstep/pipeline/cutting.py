@@ -14,7 +14,7 @@ from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
-from everstep.pipeline.frontend.writes import refuse_writes
+from everstep.pipeline.frontend.writes import refuse_reads_of_statistics, refuse_writes
 from everstep.pipeline.half import refuse_half_regions
 from everstep.pipeline.left_behind import LossUses, WatchedLoss, check_left_behind, check_second_forward
 from everstep.pipeline.loss_state import loss_kept, refuse_state
@@ -99,10 +99,14 @@ def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
 
 
 def _refuse_writes(terms: PipelineTerms, found: Traced | Tree, microbatches: int) -> None:
-    """Refuse a forward that writes weights or buffers, if it is called for several parts of a batch."""
+    """Refuse a forward that writes weights or buffers, if it is called for several parts of a batch; and one that reads
+    statistics which are put together when a step ends."""
     number = microbatches * terms.position.grid.replicas
-    if terms.request.plan.check and number > 1 and isinstance(found, Traced):
-        record = found.record
+    if not terms.request.plan.check or not isinstance(found, Traced):
+        return
+    record = found.record
+    terms.control.run_on_all_ranks(lambda: refuse_reads_of_statistics(record))
+    if number > 1:
         terms.control.run_on_all_ranks(lambda: refuse_writes(record, number))
 
 

@@ -34,17 +34,18 @@ _NAMED = re.compile(rf"(?:^|[/\\]){PREFIX_CHECKPOINT_DIR}-(\d+)[/\\]?$", re.ASCI
 
 
 class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
-    """A callback that publishes what the Trainer saves into `output_dir`; `keep_last` of them stay in the store.
+    """A callback that publishes what the Trainer saves into `output_dir`; `keep_last` of them stay in the store. None
+    for what the job says, as in everstep.checkpointer.
 
     `finish_timeout`: seconds that the end of train() waits at most until the last one is in the store; SaveFailed then.
     """
 
     def __init__(
         self,
-        store: str | os.PathLike[str],
+        store: str | os.PathLike[str] | None,
         output_dir: str | os.PathLike[str],
         *,
-        keep_last: int = 3,
+        keep_last: int | None = None,
         finish_timeout: float = 600.0,
     ) -> None:
         self._published = Published(store, keep_last=keep_last, finish_timeout=finish_timeout)

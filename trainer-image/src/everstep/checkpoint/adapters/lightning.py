@@ -39,17 +39,18 @@ _COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
 
 
 class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not where types are checked
-    """`folder` is where this node writes and restores; `keep_last` checkpoints stay in the store.
+    """`folder` is where this node writes and restores; `keep_last` checkpoints stay in the store. None for what the job
+    says, as in everstep.checkpointer.
 
     `finish_timeout`: seconds that the end of fit() waits at most until the last one is in the store; SaveFailed then.
     """
 
     def __init__(
         self,
-        store: str | os.PathLike[str],
+        store: str | os.PathLike[str] | None,
         folder: str | os.PathLike[str],
         *,
-        keep_last: int = 3,
+        keep_last: int | None = None,
         finish_timeout: float = 600.0,
     ) -> None:
         super().__init__()

@@ -30,6 +30,8 @@ from everstep.checkpoint.ranks.host_group import open_host_group
 from everstep.checkpoint.restore.restorer import NoGoodCheckpoint
 from everstep.checkpoint.retention import retention
 from everstep.checkpoint.save.outcomes import SaveFailed
+from everstep.checkpoint.session.arguments import check_argument
+from everstep.checkpoint.session.job_arguments import fill_arguments
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.coordination.group import RankGroup
 
@@ -51,12 +53,19 @@ class _Training:
 
 
 class Published:
-    """A store of folders, for a run of any number of ranks; `keep_last` as in everstep.checkpointer."""
+    """A store of folders, for a run of any number of ranks; `store` and `keep_last` as in everstep.checkpointer."""
 
-    def __init__(self, store: str | os.PathLike[str], *, keep_last: int = 3, finish_timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | None,
+        *,
+        keep_last: int | None = None,
+        finish_timeout: float = 600.0,
+    ) -> None:
         """`finish_timeout`: seconds that the end of training waits at most for what is still being stored."""
-        self.store: Store = open_store(store)
-        self._keep_last = keep_last
+        asked = fill_arguments({"store": store, "keep_last": keep_last})
+        self.store: Store = open_store(asked["store"])
+        self._keep_last: int = check_argument("keep_last", asked["keep_last"])
         self._finish_timeout = finish_timeout
         self._training = _Training()
         self._group: RankGroup | None = None

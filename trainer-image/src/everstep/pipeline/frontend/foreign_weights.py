@@ -262,9 +262,10 @@ def make_foreign_error(places: Iterable[TrainedElsewhere], what: str) -> Pipelin
     return PipelineError(
         f"{what} reads {first}{more}, of which this process has a copy only that does not follow the training. A loss "
         "gets what it needs from the model: let forward return it beside its result, as "
-        "{'logits': …, 'norm': self.embed.weight.norm()}. For averages, statistics and saving take "
-        "run.named_parameters(), which are this process's, to evaluate run.evaluate(…); for the whole model, load a "
-        "checkpoint into one that is built anew"
+        "{'logits': …, 'norm': self.embed.weight.norm()}; code of the model that no trace follows (modules that depend "
+        "on data, hooks on tensors, functions of autograd) gets it as an argument. For averages, statistics and saving "
+        "take run.named_parameters(), which are this process's, to evaluate run.evaluate(…); for the whole model, load "
+        "a checkpoint into one that is built anew"
     )
 
 

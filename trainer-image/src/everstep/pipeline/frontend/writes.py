@@ -7,6 +7,7 @@ from torch import nn
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.record import Call, ForwardRecord, iterate_parts
+from everstep.pipeline.frontend.refs import Weight, iterate_references
 
 _BatchNorm, _InstanceNorm = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 
@@ -37,6 +38,32 @@ def refuse_writes(record: ForwardRecord, times: int) -> None:
             f"each micro-batch, {times} times a batch over all replicas, and one process once, from the whole "
             f"batch: {advice}, or take microbatches=1 and one replica; PlanOptions(check=False) trains it as it is"
         )
+
+
+def refuse_reads_of_statistics(record: ForwardRecord) -> None:
+    """Check that a forward in training reads no running statistics of batch normalisation beside the layer itself.
+
+    Args:
+        record: Of the model, in training if it was traced in both modes.
+
+    Raises:
+        PipelineError: It does. They are put together when a step ends, and are those of the step before until then.
+    """
+    for part in iterate_parts(record.root):
+        if isinstance(part, Call) or not part.owner.training:
+            continue
+        for ref in iterate_references(part.inputs):
+            if not isinstance(ref, Weight) or isinstance(record.weights.get(ref.name), nn.Parameter):
+                continue
+            path = ref.name.rpartition(".")[0]
+            module = record.root.module.get_submodule(path)
+            if module is not part.owner.module and module.training and _is_put_together(record.root.module, ref.name):
+                raise PipelineError(
+                    f"forward reads the buffer {ref.name!r} of module {path!r} ({type(module).__name__}) in training, "
+                    "beside the layer itself: a pipeline puts these statistics together when a step ends, and until "
+                    "then they are those of the step before. Let forward compute from the activations, or put the "
+                    "layer in evaluation mode; PlanOptions(check=False) trains it as it is"
+                )
 
 
 def find_writes(record: ForwardRecord) -> set[str]:
