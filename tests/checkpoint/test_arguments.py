@@ -25,10 +25,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md").read_t
 COUNTS = (0, -1, 1.5, "3", True, math.nan)
 TIMES = (-1, math.nan, math.inf, "10", True, 1e12)
 WRONG: dict[str, tuple[Any, ...]] = {
-    "store": ("", 5, None, b"x", "memory://run"),
+    "store": ("", 5, b"x", "memory://run"),
     "every": (0, -5, "soon", "", math.nan, True, b"10m"),
     "every_steps": (*COUNTS, 2.5),
-    "keep_last": (*COUNTS, None),
+    "keep_last": COUNTS,
     "keep_every": COUNTS,
     "keep_best": COUNTS,
     "best_metric": (None, "", 5),
