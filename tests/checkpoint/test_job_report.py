@@ -70,3 +70,14 @@ def test_without_an_agent_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     Events().emit(CheckpointEvent("saved", key(50)))
     monkeypatch.setenv("EVERSTEP_PROGRESS", str(tmp_path / "gone"))
     Events().emit(CheckpointEvent("saved", key(50)))
+
+
+def test_what_only_reads_tells_nothing_of_its_steps(agent: int) -> None:
+    """A run reads the checkpoints of others, as of a teacher, or a process of it evaluates."""
+    reader, trainer = Events(trains=False), Events(trains=False)
+    trainer.tell_empty()
+    reader.emit(CheckpointEvent("restored", key(100_000), "", {"tier": "store", "seconds": 9.0}))
+    trainer.begin_training()
+    assert heard(agent) == RankCheckpoint(restored=0)
+    trainer.emit(CheckpointEvent("restored", key(7)))
+    assert heard(agent) == RankCheckpoint(restored=7, checkpoint=7, restored_over=0)

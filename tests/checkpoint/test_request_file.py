@@ -19,6 +19,7 @@ from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.events import CheckpointEvent
 from everstep.checkpoint.save import outside_requests
 from everstep.checkpoint.save.outcomes import SaveFailed
+from everstep.checkpoint.save.outside_requests import SaveRequest
 from everstep.checkpoint.session.request_file import PERIOD, VARIABLE, OutsideRequest, RequestFile
 from everstep.checkpoint.store.posix import PosixStore
 from tests.agent.laptop import Laptop
@@ -109,6 +110,34 @@ def test_without_a_deadline_training_does_not_hold(folder: Path, asked: Path) ->
     assert len(steps_in(folder)) == 1
 
 
+def test_a_request_that_is_too_late_takes_nothing_from_the_scripts_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script's has no limit, and is not dropped with the other."""
+    model = Model()
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 5)
+        ckpt.request()
+        with monkeypatch.context() as late:
+            late.setattr(RequestFile, "take", lambda _: OutsideRequest("too late at the next boundary", 1e-6))
+            train(ckpt, model, 6)
+        train(ckpt, model, 200, pause=0.01)
+    assert len(steps_in(folder)) == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_requests_that_come_together_keep_the_longest_time_and_the_hold(is_first: bool) -> None:
+    now = time.monotonic()
+    own, outside = SaveRequest(None), SaveRequest(now + 5, hold_until=now + 5)
+    joined = own.join(outside) if is_first else outside.join(own)
+    assert joined == SaveRequest(None, hold_until=now + 5)
+    assert SaveRequest(now + 9).join(outside) == SaveRequest(now + 9, hold_until=now + 5)
+    told = SaveRequest.read_note(joined.write_note(), looked=now)
+    assert told.until is None
+    assert told.hold_until == pytest.approx(now + 5, abs=1)
+
+
 def test_a_save_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(seconds: float) -> None:
         assert seconds == 60
@@ -116,7 +145,9 @@ def test_a_save_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 
     phases: list[object] = []
     monkeypatch.setattr(outside_requests, "HOLD_SECONDS", float("inf"))
-    monkeypatch.setattr(outside_requests, "report_checkpoint", lambda phase: phases.append(phase))
+    progress = sys.modules["everstep.progress"]
+    monkeypatch.setattr(progress, "_phase", "train")
+    monkeypatch.setattr(progress, "report_checkpoint", lambda phase: phases.append(phase))
     outside_requests.hold_training(wait, 60)
     assert phases == ["checkpoint", "train"], "to hold is no hang"
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 PHASES = ("startup", "train", "checkpoint", "eval")
@@ -21,6 +22,7 @@ _MAX_LINE = 4096  # PIPE_BUF: a write up to here is never torn by another proces
 
 _path: str | None = None
 _fd: int | None = None
+_phase = "train"  # that the script is in
 
 
 def progress(step: int, total: int | None = None, phase: str = "train", **metrics: float) -> None:
@@ -29,6 +31,8 @@ def progress(step: int, total: int | None = None, phase: str = "train", **metric
     `phase` is one of PHASES; time in any other phase than "train" is no hang. `metrics` are numbers (anything that
     `float()` takes, so a one-element tensor too, which waits for its device); those that are none are left out.
     """
+    global _phase
+    _phase = phase
     try:
         fd = _open()
         if fd is not None:
@@ -50,6 +54,16 @@ def report_checkpoint(**words: int | str) -> None:
         fd = _open()
         if fd is not None:
             os.write(fd, (" ".join(f"{name}={value}" for name, value in words.items()) + "\n").encode())
+
+
+@contextlib.contextmanager
+def reporting_checkpoint_phase() -> Iterator[None]:
+    """Report that this rank waits for a checkpoint, which is no hang; afterwards, the phase that the script is in."""
+    report_checkpoint(phase="checkpoint")
+    try:
+        yield
+    finally:
+        report_checkpoint(phase=_phase)
 
 
 def _open() -> int | None:

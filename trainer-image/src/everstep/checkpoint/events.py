@@ -80,11 +80,22 @@ class Metrics:
 
 
 class JobReport:
-    """The report of a run's checkpoints to the status of its everstep job."""
+    """The report of a run's checkpoints to the status of its everstep job.
 
-    def __init__(self) -> None:
+    What a session has restored is told once it trains: a job's ranks, and processes that they start, also read
+    checkpoints of other runs, whose steps are not the job's.
+    """
+
+    def __init__(self, *, trains: bool = True) -> None:
+        """Begin a report.
+
+        Args:
+            trains: Whether it is known already that what is restored is trained on; else see begin_training().
+        """
         self._failed = 0  # saves, since the last one that was stored
         self._passed_over = 0  # checkpoints, in the restore that goes on
+        self._trains = trains
+        self._restored: dict[str, int | str] | None = None  # not told yet
 
     def tell(self, event: CheckpointEvent) -> None:
         """Tell the agent of an event, if there is an agent and its job's status shows such events."""
@@ -106,9 +117,24 @@ class JobReport:
             details = event.details
             tier = {"restored_from": details["tier"]} if "tier" in details else {}
             took = {"restored_ms": round(1000 * details["seconds"])} if "seconds" in details else {}
-            report_checkpoint(
-                restored=event.key.step, checkpoint=event.key.step, restored_over=passed_over, **tier, **took
-            )
+            step = event.key.step
+            self._tell_restored({"restored": step, "checkpoint": step, "restored_over": passed_over, **tier, **took})
+
+    def tell_empty(self) -> None:
+        """Tell that training begins without a checkpoint."""
+        self._tell_restored({"restored": 0})
+
+    def begin_training(self) -> None:
+        """Tell what was restored, now and from here on."""
+        self._trains = True
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            report_checkpoint(**restored)
+
+    def _tell_restored(self, words: dict[str, int | str]) -> None:
+        self._restored = words
+        if self._trains:
+            self.begin_training()
 
 
 class Events:
@@ -117,14 +143,15 @@ class Events:
     Every event is logged too; a callback that raises ends no training.
     """
 
-    def __init__(self, *, reports: bool = True) -> None:
+    def __init__(self, *, reports: bool = True, trains: bool = True) -> None:
         """Begin without callbacks.
 
         Args:
             reports: Whether the status of an everstep job is to show them; one rank of a run is enough.
+            trains: See JobReport.
         """
         self._callbacks: dict[str, list[Callback]] = {name: [] for name in EVENTS}
-        self._report = JobReport() if reports else None
+        self._report = JobReport(trains=trains) if reports else None
 
     def on(self, name: str, callback: Callback) -> None:
         """Call back at every event of this name. ValueError for a name that is none of EVENTS."""
@@ -135,7 +162,12 @@ class Events:
     def tell_empty(self) -> None:
         """Tell the status of an everstep job that training begins without a checkpoint."""
         if self._report is not None:
-            report_checkpoint(restored=0)
+            self._report.tell_empty()
+
+    def begin_training(self) -> None:
+        """Tell the status of an everstep job what was restored: training goes on from there."""
+        if self._report is not None:
+            self._report.begin_training()
 
     def emit(self, event: CheckpointEvent) -> None:
         """Log the event and call its callbacks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -12,7 +13,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.save.outcomes import SaveFailed, SaveOutcomes
-from everstep.checkpoint.save.outside_requests import find_deadline, hold_training
+from everstep.checkpoint.save.outside_requests import SaveRequest, hold_training
 from everstep.checkpoint.save.same_step import StepsDiffer
 from everstep.checkpoint.save.saver import Saver, WriterConnection
 from everstep.checkpoint.save.session_end import SessionEnd, tell_unmet_request
@@ -20,6 +21,7 @@ from everstep.checkpoint.save.step_agreement import Agreement, NotAsked, SaveDec
 from everstep.checkpoint.save.trigger import Trigger
 from everstep.checkpoint.writer.control import WriterLost
 from everstep.coordination.kv_store import KVStore
+from everstep.progress import reporting_checkpoint_phase
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -75,12 +77,11 @@ class SaveCoordinator:
         self._notes = 0  # read so far
         self._looked = time.monotonic()  # when notes were counted last
         # All deadlines are by the monotonic clock of the rank that keeps them: others may be hours away, or jump.
-        # A save that somebody asked for, its deadline, and whether training holds after it.
-        self._asked: tuple[float | None, bool] | None = None
+        self._asked: SaveRequest | None = None  # what ranks have asked for
         self._dropped = ""  # why that was dropped, until all are told
         self._replan = False
-        self._wish: tuple[float | None, bool] | None = None  # this rank's own request, not told yet
-        self._requested: tuple[int, float | None] | None = None  # the same until it is met: since which step, deadline
+        self._wish: SaveRequest | None = None  # this rank's own request, not told yet
+        self._requested: tuple[int, SaveRequest] | None = None  # the script's until it is met, and since which step
         self._step = -1  # the last one that was made
         self._is_told_to_end = False  # a save had a deadline: this process may be killed after that
         self._told_not_new: Key | None = None  # the newest save, if steps before it were told of
@@ -102,7 +103,8 @@ class SaveCoordinator:
         if step is not None:
             self.trigger.start(step, time.monotonic())
         elif void is not None and void.save:
-            self._asked = (void.deadline, void.hold > 0)  # it is still due
+            hold_until = time.monotonic() + void.hold if void.hold > 0 else None
+            self._asked = SaveRequest(void.deadline, hold_until).join(self._asked)  # it is still due
 
     # ---- every step
 
@@ -112,9 +114,8 @@ class SaveCoordinator:
         self._tell_not_new(step)
         self._finish_copy()
         if self._wish is not None:
-            (until, holds), self._wish = self._wish, None
-            seconds = None if until is None else until - time.monotonic()
-            self._outcomes.leave_note({"kind": "asked", "seconds": seconds, "at": time.time(), "holds": holds})
+            wish, self._wish = self._wish, None
+            self._outcomes.leave_note(wish.write_note())
         decision = self.agreement.arrive(step, self._choose, self._waiting)
         if decision is not None:
             if decision.dropped:
@@ -124,7 +125,7 @@ class SaveCoordinator:
                 if not self._take(step, decision.step, decision.replan):
                     self.agreement.restart()  # the next boundary was counted from a step that is not that of all
                 elif decision.hold > 0:
-                    hold_training(self.wait, decision.hold)
+                    hold_training(self._wait, decision.hold)
             if not self.agreement.leads:
                 self._outcomes.learn()
         self.agreement.prepare(step, self._choose_early)
@@ -143,17 +144,20 @@ class SaveCoordinator:
     def request(self, deadline: float | None) -> None:
         """See Checkpointer.request."""
         self._is_told_to_end |= deadline is not None
-        self._requested = (self._step, self.ask(deadline))
+        request = SaveRequest.make(deadline)
+        self._requested = (self._step, request.join(None if self._requested is None else self._requested[1]))
+        self.ask(request)
 
-    def ask(self, deadline: float | None, holds: bool = False) -> float | None:
-        """Ask for a save at the next boundary, of which nobody is told where none comes any more; return its limit.
-        `holds`: see hold_training()."""
-        until = None if deadline is None else time.monotonic() + deadline
-        self._wish = (until, holds)
-        return until
+    def ask(self, request: SaveRequest) -> None:
+        """Ask for a save at the next boundary, of which nobody is told where none comes any more."""
+        self._wish = request.join(self._wish)
 
     def wait(self, timeout: float | None) -> None:
         """See Checkpointer.wait."""
+        with reporting_checkpoint_phase() if self._outcomes.pending else contextlib.nullcontext():
+            self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> None:
         limit = self._limit if timeout is None else timeout
         until = time.monotonic() + limit
         outcomes = self._outcomes
@@ -183,7 +187,7 @@ class SaveCoordinator:
                 self._end.leave_briefly()
         finally:
             if requested is not None:
-                tell_unmet_request(self.events, requested[1], wait)
+                tell_unmet_request(self.events, requested[1].until, wait)
 
     @property
     def _limit(self) -> float:
@@ -216,8 +220,8 @@ class SaveCoordinator:
         if (due or self._asked or self._replan) and self._may_begin(step, due):
             save = True
             if self._asked is not None:
-                deadline, holds = self._asked
-                hold = max(0.0, deadline - now) if deadline is not None and holds else 0.0
+                deadline, until = self._asked.until, self._asked.hold_until
+                hold = 0.0 if until is None else max(0.0, until - time.monotonic())
             self._asked = None
             self.trigger.start(step, now)
         following = step + max(1, ahead)
@@ -252,9 +256,9 @@ class SaveCoordinator:
 
     def _drop_what_is_too_late(self) -> None:
         """A save that was asked for waits for one that is being stored while training goes on; until its deadline."""
-        if self._asked is None or self._asked[0] is None:
+        if self._asked is None or self._asked.until is None:
             return
-        left, seconds = self._asked[0] - time.monotonic(), self._seconds
+        left, seconds = self._asked.until - time.monotonic(), self._seconds
         if (seconds or 0.0) * _MARGIN > left:
             self._asked = None
             needs = "" if seconds is None else f": it would take {seconds:.3g} s"
@@ -311,10 +315,13 @@ class SaveCoordinator:
     def _finish_pending(self, timeout: float | None = None, at_most: int = 0) -> None:
         """Wait until no more than `at_most` saves are being stored."""
         until = time.monotonic() + (self.commit_timeout if timeout is None else timeout)
-        while len(self._outcomes.in_the_way) > at_most and (left := until - time.monotonic()) > 0:
-            self.agreement.busy()  # others wait for a decision meanwhile, and a store may take its time
-            self._outcomes.poll(min(self._finish_copy() or _POLL, left))
-            self._read_notes()
+        if len(self._outcomes.in_the_way) <= at_most:
+            return
+        with reporting_checkpoint_phase():
+            while len(self._outcomes.in_the_way) > at_most and (left := until - time.monotonic()) > 0:
+                self.agreement.busy()  # others wait for a decision meanwhile, and a store may take its time
+                self._outcomes.poll(min(self._finish_copy() or _POLL, left))
+                self._read_notes()
 
     def _read_notes(self) -> None:
         """Read the notes of other ranks."""
@@ -327,8 +334,7 @@ class SaveCoordinator:
             if note is None:
                 continue
             if note["kind"] == "asked":
-                deadline = find_deadline(note["seconds"], note["at"], looked)
-                self._asked = (deadline, note.get("holds", False))
+                self._asked = SaveRequest.read_note(note, looked).join(self._asked)
             elif note["kind"] == "ended":
                 self._end.ended.add(note["rank"])
             else:

@@ -21,6 +21,7 @@ from everstep.checkpoint.ranks.host_group import open_host_group
 from everstep.checkpoint.restore.options import RestoreOptions
 from everstep.checkpoint.restore.restorer import Restored, Restorer
 from everstep.checkpoint.save.outcomes import SaveFailed
+from everstep.checkpoint.save.outside_requests import SaveRequest
 from everstep.checkpoint.save.save_coordinator import Forecast, Policy, SaveCoordinator
 from everstep.checkpoint.save.saver import How, Saver, WriterConnection, check_start, check_values
 from everstep.checkpoint.save.session_end import tell_unmet_request
@@ -103,7 +104,7 @@ class Checkpointer:
         self._how = How(asked.storage.checksum, asked.storage.allow_pickle)
         self._group = open_host_group(asked.times.timeout, "everstep.checkpointer()")
         self._topology = topology.find_topology(self._group)
-        self._events = Events(reports=self._topology.rank == 0)
+        self._events = Events(reports=self._topology.rank == 0, trains=False)
         self.store, self._directory = open_places(asked, self._topology, self._group)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
@@ -120,7 +121,7 @@ class Checkpointer:
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
         self._request_file = RequestFile.from_environment()
-        self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a coordinator
+        self._wish: SaveRequest | None = None  # a save that is asked for before there is a coordinator
         rank, timeout = self._topology.rank, asked.times.timeout
         self._kv_store: KVStore = SharedKVStore.open(self._group, timeout)
         self._agreement = Agreement(self._kv_store, rank, timeout)
@@ -250,7 +251,7 @@ class Checkpointer:
         coordinator = self._claimed()
         # One rank asks for all, and rank 0 hears it soonest: each that asked would be one more save.
         if self._topology.rank == 0 and (asked := self._request_file.take()) is not None:
-            coordinator.ask(asked.seconds, holds=True)
+            coordinator.ask(SaveRequest.make(asked.seconds, holds=True))
         coordinator.step(step)
 
     @one_at_a_time
@@ -290,7 +291,7 @@ class Checkpointer:
         if self._coordinator is not None:
             self._coordinator.request(deadline)
         else:  # one rank alone claims nothing
-            self._wish = (None if deadline is None else time.monotonic() + deadline,)
+            self._wish = SaveRequest.make(deadline).join(self._wish)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until what was saved is in the store. SaveFailed when the last save did not get there."""
@@ -323,7 +324,7 @@ class Checkpointer:
                     self._node.call("bye")
             if self._coordinator is None and self._wish is not None:
                 wish, self._wish = self._wish, None
-                tell_unmet_request(self._events, wish[0], wait)
+                tell_unmet_request(self._events, wish.until, wait)
         finally:
             if self._coordinator is not None:
                 self._coordinator.saver.close()
@@ -388,8 +389,9 @@ class Checkpointer:
             timeout=self._asked.times.timeout,
             commit_timeout=self._asked.times.commit_timeout,
         )
+        self._events.begin_training()
         if self._wish is not None:
-            (until,) = self._wish
+            until = self._wish.until
             self._coordinator.request(None if until is None else max(0.0, until - time.monotonic()))
         return self._coordinator
 
