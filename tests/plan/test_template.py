@@ -347,6 +347,10 @@ def test_a_folder_of_the_node_for_checkpoints_needs_a_grant() -> None:
 def test_nodes_that_share_no_place_for_checkpoints_are_told_so() -> None:
     assert "spec.checkpoint.store" in variables(resolved(job("a").nodes(2)))["missing"]
     assert variables(resolved(job().nodes(1))) == {}, "its folder outlives restarts in place"
+    each: dict[str, Any] = {"volume": {"ephemeral": {"volumeClaimTemplate": {"spec": {}}}}}
+    assert "spec.checkpoint.store" in variables(resolved(job().nodes(2).spec(checkpoint=each)))["missing"]
+    rest = variables(resolved(job().nodes(2).spec(checkpoint={"every": "5m", "keepLast": 2})))
+    assert (rest["every"], rest["keep_last"], "store" in rest) == ("5m", 2, False), "for a script that names a store"
     mine = {
         "volumes": [{"name": "mine", "persistentVolumeClaim": {"claimName": "c"}}],
         "containers": [{"name": "trainer", "volumeMounts": [{"name": "mine", "mountPath": "/opt/ml/checkpoints/"}]}],

@@ -77,11 +77,12 @@ def find_missing_store(job: TrainingJob, spec: Mapping[str, Any], trainer: Mappi
         trainer: The container of the ranks.
     """
     policy = job.spec.checkpoint
-    if job.spec.num_nodes == 1 or (policy is not None and (policy.store is not None or policy.volume is not None)):
+    if job.spec.num_nodes == 1 or (policy is not None and policy.store is not None):
         return None
     mounts = {normalize_mount_path(m.get("mountPath") or "/"): m.get("name") for m in trainer.get("volumeMounts") or ()}
     name = mounts.get(FOLDER)
-    if not any(volume["name"] == name and "emptyDir" in volume for volume in spec.get("volumes") or ()):
+    own = {"emptyDir", "ephemeral"}  # of each pod
+    if not any(volume["name"] == name and own & volume.keys() for volume in spec.get("volumes") or ()):
         return None
     return (
         f"the job {job.metadata.name} has {job.spec.num_nodes} nodes and no store that they share: set "

@@ -105,7 +105,10 @@ def resolve_template(
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _build_mount("everstep-tmp", "/tmp")]  # noqa: S108
         spec["volumes"] = [*spec["volumes"], {"name": "everstep-tmp", "emptyDir": {}}]
     if (why := find_missing_store(job, spec, trainer)) is not None:
-        config["variables"] = {**config["variables"], CHECKPOINT_VARIABLE: _encode_json({"missing": why})}
+        policy = job.spec.checkpoint
+        said = policy.describe_for_library() if policy is not None else {}  # a script may name a store itself
+        said = {**{name: value for name, value in said.items() if name != "store"}, "missing": why}
+        config["variables"] = {**config["variables"], CHECKPOINT_VARIABLE: _encode_json(said)}
     config |= {"ownsSharedMemory": _owns_shared_memory(spec, trainer), "ownsIpc": not spec.get("hostIPC")}
     # A user's volume on one of our mount points leaves our volume without a use.
     used = [m.get("name") for c in _list_containers(spec) for m in c.get("volumeMounts") or ()]
