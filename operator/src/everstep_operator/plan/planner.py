@@ -43,7 +43,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     Returns:
         The status to write, and the actions that follow from it; a plan without a status for a job that is not ours.
     """
-    s = PlanContext(observed, now)
+    s = PlanContext(node_notices.drop_overdue_signals(observed, now), now)
     if not s.job.managed_here or s.job.metadata.deletion_timestamp is not None:
         return JobPlan()
     if s.phase.finished:

@@ -341,7 +341,9 @@ class LeaderState:
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:
-        if self.pending_checkpoint.holds_training(now, self.generation):
+        if self._stood_still(now):
+            return  # the steps of that time are still to be read
+        if self.pending_checkpoint.holds_training(now, self.generation) or self._members.any_quiet:
             self.hangs.excuse(now)
         elif self.hangs.wants_dump(now):
             self._commands.append(DumpStacks())
