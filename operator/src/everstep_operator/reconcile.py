@@ -304,8 +304,8 @@ class Reconciler:
     # --- write
 
     async def _write_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> TrainingJob | None:
-        """Return the job as stored, or None if it has changed or gone: then the next pass begins with what it is
-        now."""
+        """Return the job as stored, or None if it has changed, has gone or reads differently: then the next pass begins
+        with what it is now."""
         try:
             with self.cache.writing_status(key):
                 stored = await self._store_status(key, job, status)
@@ -316,6 +316,11 @@ class Reconciler:
         memory.status_written_at, memory.status = self.clock(), written.status
         memory.kept = self._undeclared.keep(status)
         metrics.record_status_change(job, written.status, self.clock())
+        if (written.spec, written.unknown_fields) != (job.spec, job.unknown_fields):
+            # Nobody has edited it, but the CRDs: a watch that began before them goes on for a second as it was, and
+            # tells of jobs without their new fields.
+            self.queue.add(key)
+            return None
         return self._add_kept_fields(key, written)
 
     def _add_kept_fields(self, key: Key, job: TrainingJob) -> TrainingJob:

@@ -22,6 +22,7 @@ class PreparedJob:
     name: str
     local: LocalJob
     restarts: int
+    ignored_codes: frozenset[int]  # exit codes whose restarts are not charged
     notes: tuple[str, ...]
     file: Path
     checkpoint: Mapping[str, Any]  # what the manifest says, by the names of the library's arguments
@@ -64,6 +65,7 @@ def prepare_local_job(
         name=job.metadata.name or "job",
         local=LocalJob(config, environment),
         restarts=job.spec.restart.application,
+        ignored_codes=frozenset(code for code in range(1, 256) if job.spec.restart.find_action(code) == "Ignore"),
         notes=tuple(_list_notes(job, command, missing)),
         file=file,
         checkpoint=_describe_checkpoint(job),

@@ -67,7 +67,7 @@ class LeaderState:
         self.generation = 0
         self.phase = FORMING
         self.outcome: Outcome | None = None
-        self.budget = RestartAllowance(config.application_restarts, config.max_backoff)
+        self.budget = RestartAllowance(config.application_restarts, config.max_backoff, config.exit_code_actions)
         self.meter = ProgressMeter()
         self.checkpoints = CheckpointMeter()
         self.pending_checkpoint = PendingCheckpoint()
