@@ -152,6 +152,39 @@ def test_plain_failures_end_with_the_budget() -> None:
     assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
 
 
+def restarts_of(world: World, exit_code: int, seconds: float) -> int:
+    """Let the program fail as soon as it runs; return the restarts in so many seconds."""
+    end = world.now + seconds
+    while world.now < end:
+        world.exit(0, exit_code)
+        world.exit(1, exit_code)
+        world.reconcile()
+        world.tick()
+    return world.status.restarts.total
+
+
+def test_failures_in_a_row_are_restarted_after_longer_and_longer_pauses() -> None:
+    """Nothing else would bound how often pods are made where an exit code costs nothing."""
+    ignored = {"onExitCodes": [{"codes": [75], "action": "Ignore"}]}
+    world = World(job().nodes(2).plain().restart(application=0, **ignored).build()).run("Running")
+    assert restarts_of(world, 75, 600) < 20
+    assert world.status.restarts.ignored == world.status.restarts.total
+    impatient = World(job().nodes(2).plain().restart(application=1000, maxBackoff="0s").build()).run("Running")
+    assert restarts_of(impatient, 1, 60) > 15
+
+
+def test_a_failure_after_a_long_run_is_the_first_in_a_row() -> None:
+    world = World(job().nodes(2).plain().restart(application=1000, window="1s").build()).run("Running")
+    restarts_of(world, 1, 300)
+    world.run("Running")
+    world.now += 3600
+    world.exit(1, 1)
+    world.run("Restarting")
+    began = world.now
+    world.run("Running")
+    assert world.now - began < 10
+
+
 def fencing_tokens(world: World) -> set[tuple[str, str]]:
     """Return what the ranks of each pod are told."""
     frozen = world.observe().frozen

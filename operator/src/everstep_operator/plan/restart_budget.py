@@ -23,6 +23,8 @@ from everstep_operator.plan.plan_context import PlanContext, to_utc
 # so long if its agent is still silent: its node may be dead (`node_loss`).
 FATE_WAIT_SECONDS = 10.0
 SILENT_FATE_WAIT_SECONDS = 40.0
+# A plain set that ran for so long does not count earlier failures of the program, as with a leader.
+STABLE_AFTER_SECONDS = 600.0
 
 # What a leader's word for a cause says by itself; a lost pod has yet to be looked at.
 REASON_OF_REPORTED_CAUSE = {
@@ -38,6 +40,9 @@ _CAUSE_OF_REASON = {
     Reason.PREEMPTED: Cause.PREEMPTION,
     **dict.fromkeys(pod_replacement.NOTICE_REASONS.values(), Cause.PREEMPTION),
 }
+
+
+_PROGRAM_CAUSES = (Cause.APPLICATION, Cause.IGNORED)
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,24 @@ def _note_progress(s: PlanContext, restarts: Restarts) -> Restarts:
     if restarts.last != s.status.restarts.last or s.phase is not Phase.RUNNING:
         return restarts  # this may still be the step of the generation that has ended
     return restarts.model_copy(update={"progress_since": to_utc(s.now)})
+
+
+def find_backoff_end(s: PlanContext) -> float | None:
+    """Return when a plain set may be created again after failures of its program in a row; None: now.
+
+    The first restart comes at once, then after 1, 2, 4 ... seconds up to `restart.maxBackoff`, as leaders do it.
+    """
+    charges, most = s.status.restarts.charges, s.spec.restart.max_backoff.total_seconds()
+    if not s.plain or not charges or charges[-1].cause not in _PROGRAM_CAUSES:
+        return None
+    in_row, pause, before = 0, 0.0, float("-inf")
+    for charge in charges:
+        if charge.cause in _PROGRAM_CAUSES:
+            at = charge.time.timestamp()
+            in_row = charge.count + (in_row if at - before - pause < STABLE_AFTER_SECONDS else 0)
+            pause = min(2.0 ** min(in_row - 2, 30), most) if in_row > 1 else 0.0
+            before = at
+    return before + pause if s.now < before + pause else None
 
 
 def is_set_charged(restarts: Restarts, pod: PodView) -> bool:
