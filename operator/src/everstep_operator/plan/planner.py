@@ -81,7 +81,8 @@ def _decide_next(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     decides."""
     own = suspend.find_own_outcome(s)
     if s.spec.suspend and own is None:
-        return suspend.suspend_job(s).with_fields(generation=account.generation)
+        restarts = restart_budget.end_progress(s)
+        return suspend.suspend_job(s).with_fields(generation=account.generation, restarts=restarts)
     if suspend.is_resuming(s) and own is None:
         return _resolve_template(s, Reason.RESUMED)
     decision = (

@@ -158,6 +158,15 @@ def _find_reset(s: PlanContext, restarts: Restarts) -> datetime | None:
     return since if since is not None and span is not None and since + span <= to_utc(s.now) else None
 
 
+def end_progress(s: PlanContext) -> Restarts | None:
+    """Return the restarts of a job that is suspended: what follows is no progress, until ranks run again. None: they
+    stay as they are."""
+    known = s.status.restarts
+    if known.progress_since is None:
+        return None
+    return known.model_copy(update={"progress_since": None, "reset_at": _find_reset(s, known) or known.reset_at})
+
+
 def _note_progress(s: PlanContext, restarts: Restarts) -> Restarts:
     """Return the restarts with the time of the first step beyond all that were made before the newest one."""
     known = s.leader.progress if s.leader is not None else None
@@ -307,13 +316,21 @@ def _find_plain_loss(s: PlanContext) -> tuple[int, PodView | None] | None:
     epoch = max((p.epoch for p in pods), default=s.status.epoch)
     failed = [p for p in pods if p.ended is not None and p.ended.exit_code != 0]
     if failed:
-        # The first to fail is the cause; its peers fail because it left.
-        return epoch, min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index))
+        # The first to fail is the cause; its peers fail because it left. Kubernetes tells whole seconds: of several in
+        # one, a code that the job has a rule for is what a program chose, and no peer's end.
+        return epoch, min(failed, key=lambda pod: _rank_plain_failure(s, pod))
     if s.phase is Phase.RUNNING and pod_replacement.list_missing_indices(s):
         return epoch, None
     if s.phase in (Phase.STARTING, Phase.RUNNING) and (going := [p for p in pods if not p.live and not p.ended]):
         return epoch, going[0]
     return None
+
+
+def _rank_plain_failure(s: PlanContext, pod: PodView) -> tuple[float, bool, int]:
+    end = pod.ended
+    assert end is not None
+    is_listed = _has_failed_itself(pod) and any(end.exit_code in rule.codes for rule in s.spec.restart.on_exit_codes)
+    return end.finished_at or s.now, not is_listed, pod.index
 
 
 def _has_failed_itself(pod: PodView | None) -> bool:
