@@ -152,6 +152,42 @@ def test_plain_failures_end_with_the_budget() -> None:
     assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_program_that_exits_with_0_because_it_is_told_to_stop_has_not_succeeded(nodes: int) -> None:
+    """Its handler of TERM saves, as it should. The operator looks when all of that is over."""
+    world = World(job().nodes(nodes).plain().build()).run("Running")
+    for index in range(nodes):
+        world.delete(index, disruption="EvictionByEvictionAPI")
+    world.now += 3
+    for index in range(nodes):
+        world.exit(index, 0)
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert world.status.restarts.infrastructure == world.status.restarts.total == 1
+    world.run("Running")
+
+
+def test_a_program_that_exits_with_0_because_its_machine_shuts_down_has_not_succeeded() -> None:
+    """A kubelet that shuts down deletes no pod: it ends them, and says so of the pod."""
+    world = World(job().plain().build()).run("Running")
+    world.exit(0, 0)
+    world.pods["digits-0"] = dataclasses.replace(world.pods["digits-0"], phase="Failed", ended_by="Terminated")
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.reason, world.status.restarts.infrastructure) == ("Evicted", 1)
+
+
+def test_a_pod_that_is_deleted_after_its_program_has_ended_has_succeeded() -> None:
+    world = plain()
+    world.exit(0, 0)
+    world.exit(1, 0)
+    world.now += 1
+    world.delete(1)
+    world.reconcile()
+    assert world.phase == "Succeeded"
+
+
 def restarts_of(world: World, exit_code: int, seconds: float) -> int:
     """Let the program fail as soon as it runs; return the restarts in so many seconds."""
     end = world.now + seconds

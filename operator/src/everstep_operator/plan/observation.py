@@ -90,6 +90,7 @@ class PodView:
     unschedulable: str = ""  # the scheduler's message while it finds no node
     started_at: float | None = None  # the trainer container was started (and may be over)
     ended: ContainerEnd | None = None
+    ended_by: str = ""  # why the kubelet ended all of it: Evicted, Terminated (with its machine) …
     deleting_since: float | None = None
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
@@ -292,6 +293,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         unschedulable="" if scheduled_at is not None else clip_text(bound.get("message")),
         started_at=parse_timestamp(current.get("startedAt")),
         ended=_parse_container_end(over) if over else _parse_pod_end(status),
+        ended_by=clip_text(status.get("reason"), 128) if status.get("phase") == "Failed" else "",
         deleting_since=_deleting_since(meta),
         waiting_reason=clip_text(waiting.get("reason"), 128),
         waiting_message=clip_text(waiting.get("message")),

@@ -272,7 +272,7 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
 def _are_ranks_running(s: PlanContext) -> bool:
     if s.plain:
         pods = s.current.values()
-        up = [p for p in pods if (p.running and p.live) or (p.ended is not None and p.ended.exit_code == 0)]
+        up = [p for p in pods if (p.running and p.live) or pod_replacement.has_succeeded(p)]
         return len(up) == s.wanted and not any(restart_budget.is_set_charged(s.status.restarts, p) for p in pods)
     if len(s.live) < s.wanted:
         return False

@@ -98,6 +98,28 @@ def is_out_of_memory(pod: PodView) -> bool:
     return pod.ended is not None and pod.ended.reason == "OOMKilled"
 
 
+def has_succeeded(pod: PodView) -> bool:
+    """Return whether a plain pod has come to its end by itself. A program that handles TERM exits with 0 as well, when
+    it is told to stop in the middle of its work."""
+    return pod.ended is not None and pod.ended.exit_code == 0 and not was_told_to_stop(pod)
+
+
+def was_told_to_stop(pod: PodView) -> bool:
+    """Return whether a container that has ended was told to before: its exit code proves nothing then."""
+    if pod.ended is None:
+        return False
+    if _find_end_reason(pod) in _KUBELET_ENDS:
+        return True
+    at = pod.ended.finished_at
+    return pod.deleting_since is not None and (at is None or at >= pod.deleting_since)
+
+
+def _find_end_reason(pod: PodView) -> str:
+    """Return why a pod has ended: the kubelet's reason for all of it comes before its container's, which tells no more
+    than an exit code."""
+    return pod.ended_by or (pod.ended.reason if pod.ended is not None else "")
+
+
 def explain_loss(pod: PodView | None) -> Reason:
     """Return the best reason that a pod's last state gives."""
     if pod is None:
@@ -108,7 +130,7 @@ def explain_loss(pod: PodView | None) -> Reason:
         return announced
     if pod.disruption is not None:
         return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
-    if pod.ended is not None and pod.ended.reason in _KUBELET_ENDS:
+    if _find_end_reason(pod) in _KUBELET_ENDS:
         return Reason.EVICTED
     if pod.ended is None and pod.gone_since is not None:
         return Reason.NODE_LOST
@@ -139,10 +161,11 @@ def _explain_by_notice(pod: PodView) -> Reason | None:
     provider's notice, and the only one that some of them give.
     """
     ended = pod.ended
-    if ended is not None and ended.reason in _SHUTDOWNS and pod.on_spot:
+    reason = _find_end_reason(pod)
+    if reason in _SHUTDOWNS and pod.on_spot:
         return Reason.SPOT_INTERRUPTION
     taken = pod.deleting or pod.gone_since is not None or pod.disruption is not None
-    ended_by_kubelet = ended is not None and (ended.reason in _KUBELET_ENDS or ended.signal in _STOP_SIGNALS)
+    ended_by_kubelet = ended is not None and (reason in _KUBELET_ENDS or ended.signal in _STOP_SIGNALS)
     return NOTICE_REASONS.get(pod.notice) if taken or ended_by_kubelet else None
 
 

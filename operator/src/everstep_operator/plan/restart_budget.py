@@ -314,7 +314,7 @@ def _find_plain_loss(s: PlanContext) -> tuple[int, PodView | None] | None:
     """Return the epoch of the set and the pod that broke it, or None if the present set of plain pods is whole."""
     pods = [p for p in s.current.values() if not is_set_charged(s.status.restarts, p)]
     epoch = max((p.epoch for p in pods), default=s.status.epoch)
-    failed = [p for p in pods if p.ended is not None and p.ended.exit_code != 0]
+    failed = [p for p in pods if p.ended is not None and not pod_replacement.has_succeeded(p)]
     if failed:
         # The first to fail is the cause; its peers fail because it left. Kubernetes tells whole seconds: of several in
         # one, a code that the job has a rule for is what a program chose, and no peer's end.
@@ -341,6 +341,7 @@ def _has_failed_itself(pod: PodView | None) -> bool:
         and not pod.deleting
         and pod.disruption is None
         and not pod_replacement.is_out_of_memory(pod)
+        and not pod_replacement.was_told_to_stop(pod)
     )
 
 
