@@ -178,6 +178,15 @@ def test_a_program_that_exits_with_0_because_its_machine_shuts_down_has_not_succ
     assert (world.status.last_failure.reason, world.status.restarts.infrastructure) == ("Evicted", 1)
 
 
+@pytest.mark.parametrize(("code", "reason"), [(255, "Unknown"), (137, "ContainerStatusUnknown")])
+def test_a_machine_that_is_started_anew_is_no_failure_of_the_program(code: int, reason: str) -> None:
+    world = plain()
+    world.exit(1, code, reason=reason)
+    world.run("Restarting")
+    world.run("Running")
+    assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
+
+
 def test_a_pod_that_is_deleted_after_its_program_has_ended_has_succeeded() -> None:
     world = plain()
     world.exit(0, 0)

@@ -95,7 +95,18 @@ def _is_back(s: PlanContext, name: str) -> bool:
 
 
 def is_out_of_memory(pod: PodView) -> bool:
-    return pod.ended is not None and pod.ended.reason == "OOMKilled"
+    """Return whether a pod has ended because its container was killed for memory.
+
+    Container runtimes give this reason to whatever ends a container of which any process was ever killed for memory: a
+    rank that was started again in place days ago is enough, and a drain looks like it.
+    """
+    end = pod.ended
+    if end is None or end.reason != "OOMKilled":
+        return False
+    if end.word is not None:  # the agent has ended by itself, and knows the exit code of the rank
+        return end.word.result == "failed" and end.word.exit_code == _KILLED
+    told = pod.deleting_since is not None and end.finished_at is not None and end.finished_at > pod.deleting_since
+    return not told and pod.ended_by not in _KUBELET_ENDS and end.exit_code not in (0, _TERMINATED)
 
 
 def has_succeeded(pod: PodView) -> bool:
@@ -203,6 +214,7 @@ _RUNNING_PHASES = frozenset({"Starting", "Running", "Restarting"})
 _SHUTDOWNS = frozenset({"Terminated", "NodeShutdown"})  # of a pod, by a kubelet whose machine shuts down
 _KUBELET_ENDS = frozenset({"Evicted", "Preempting", *_SHUTDOWNS})
 _STOP_SIGNALS = (9, 15)
+_KILLED, _TERMINATED = (128 + number for number in _STOP_SIGNALS)
 # Why a node goes away, by the name of the reason; the restart that follows is free of charge.
 NOTICE_REASONS = {
     reason.value: reason for reason in (Reason.SPOT_INTERRUPTION, Reason.NODE_MAINTENANCE, Reason.SCALE_DOWN)

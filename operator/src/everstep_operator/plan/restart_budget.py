@@ -42,6 +42,8 @@ _CAUSE_OF_REASON = {
 }
 
 
+# Nobody has seen the container end: its machine was started anew (containerd: 255, kubelets: 137).
+_UNKNOWN_ENDS = frozenset({"Unknown", "ContainerStatusUnknown"})
 _PROGRAM_CAUSES = (Cause.APPLICATION, Cause.IGNORED)
 
 
@@ -342,6 +344,7 @@ def _has_failed_itself(pod: PodView | None) -> bool:
         and pod.disruption is None
         and not pod_replacement.is_out_of_memory(pod)
         and not pod_replacement.was_told_to_stop(pod)
+        and pod.ended.reason not in _UNKNOWN_ENDS
     )
 
 
