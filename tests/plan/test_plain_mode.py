@@ -167,15 +167,16 @@ def test_a_program_that_exits_with_0_because_it_is_told_to_stop_has_not_succeede
     world.run("Running")
 
 
-def test_a_program_that_exits_with_0_because_its_machine_shuts_down_has_not_succeeded() -> None:
-    """A kubelet that shuts down deletes no pod: it ends them, and says so of the pod."""
+@pytest.mark.parametrize(("why", "reason"), [("Terminated", "Evicted"), ("DeadlineExceeded", "PodLost")])
+def test_a_program_that_exits_with_0_because_its_machine_shuts_down_has_not_succeeded(why: str, reason: str) -> None:
+    """A kubelet that shuts down deletes no pod: it ends them, and says so of the pod; as for activeDeadlineSeconds."""
     world = World(job().plain().build()).run("Running")
     world.exit(0, 0)
-    world.pods["digits-0"] = dataclasses.replace(world.pods["digits-0"], phase="Failed", ended_by="Terminated")
+    world.pods["digits-0"] = dataclasses.replace(world.pods["digits-0"], phase="Failed", ended_by=why)
     world.reconcile()
     assert world.phase == "Restarting"
     assert world.status.last_failure is not None
-    assert (world.status.last_failure.reason, world.status.restarts.infrastructure) == ("Evicted", 1)
+    assert (world.status.last_failure.reason, world.status.restarts.infrastructure) == (reason, 1)
 
 
 @pytest.mark.parametrize(("code", "reason"), [(255, "Unknown"), (137, "ContainerStatusUnknown")])

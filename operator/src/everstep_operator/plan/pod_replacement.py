@@ -119,7 +119,7 @@ def was_told_to_stop(pod: PodView) -> bool:
     """Return whether a container that has ended was told to before: its exit code proves nothing then."""
     if pod.ended is None:
         return False
-    if _find_end_reason(pod) in _KUBELET_ENDS:
+    if pod.ended_by or pod.ended.reason in _KUBELET_ENDS:
         return True
     at = pod.ended.finished_at
     return pod.deleting_since is not None and (at is None or at >= pod.deleting_since)
