@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.agent.node.termination_message import encode_termination_message
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.observation import TerminationMessage, parse_pod, parse_termination_message
 from everstep_operator.plan.pod_replacement import explain_loss, was_told_to_stop
@@ -141,6 +142,21 @@ JSON = st.recursive(
 @given(word=st.dictionaries(st.sampled_from(["result", "epoch", "rank", "exitCode", "logTail", "message"]), JSON))
 def test_no_last_word_breaks_the_operator(word: dict[str, Any]) -> None:
     parse_termination_message(json.dumps(word))
+
+
+def test_of_a_last_word_that_a_kubelet_has_cut_off_all_but_the_end_is_read() -> None:
+    """Of a pod with six containers each has 2 KiB: the rest of 12 KiB that a kubelet keeps of them together."""
+    said = {"result": "failed", "epoch": 2, "generation": 3, "rank": 1, "exitCode": 7, "message": 'said "no", [and {'}
+    told = {"generationHistory": ["2.1 Application"], "progress": {"step": 5, "at": 1.0}}
+    whole = encode_termination_message({**said, "logTail": ["x, \\" * 20] * 20, **told}).decode()
+    assert len(whole) > 2048
+    word = parse_termination_message(whole[:2048])
+    assert word is not None
+    assert (word.result, word.epoch, word.exit_code, word.message) == ("failed", 2, 7, said["message"])
+    assert word.progress is not None
+    assert [entry.id for entry in word.history] == ["2.1"]
+    for length in range(len(whole)):
+        parse_termination_message(whole[:length])  # wherever it is cut
 
 
 def test_a_last_word_that_a_program_made_up_is_harmless() -> None:

@@ -32,6 +32,7 @@ from everstep_operator.plan.leader_view import (
     parse_progress,
 )
 from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.truncated_json import parse_whole_fields
 
 TRAINER_CONTAINER = "trainer"
 TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
@@ -387,11 +388,17 @@ def _parse_init_failure(status: Mapping[str, Any]) -> ContainerEnd | None:
 
 
 def parse_termination_message(text: str) -> TerminationMessage | None:
-    """Return the agent's JSON in a termination log, or None: the user's program may have written there too."""
+    """Return the agent's JSON in a termination log, or None: the user's program may have written there too.
+
+    Args:
+        text: The log, or its beginning: of a pod with many containers a kubelet keeps no more.
+    """
     try:
         data = json.loads(text) if text.startswith("{") else None
-    except (ValueError, RecursionError):
+    except RecursionError:
         return None
+    except ValueError:
+        data = parse_whole_fields(text)
     if not isinstance(data, dict) or not isinstance(data.get("result"), str):
         return None
     tail = data.get("logTail")
