@@ -78,7 +78,7 @@ def _describe_checkpoint(job: TrainingJob) -> dict[str, Any]:
     said = policy.describe_for_library() if policy is not None else {}
     if policy is None or policy.store is None or policy.store.startswith("/"):
         said.pop("store", None)
-    return said
+    return {} if policy is not None and policy.folder is not None else said
 
 
 def _read_environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:
@@ -91,6 +91,8 @@ def _list_notes(job: TrainingJob, command: HostCommand, missing: Sequence[str]) 
     notes = [f"{written} -> {here}" for written, here in command.changed]
     if missing:
         notes.append(f"ignored variables, whose values are on the cluster: {', '.join(missing)}")
+    if job.spec.checkpoint is not None and job.spec.checkpoint.folder is not None:
+        notes.append("checkpoint.folder is not used: what the program writes stays in the folders of this run")
     if job.spec.pod_template.spec.volumes:
         notes.append("podTemplate is not used: its volumes do not exist here")
     return notes
