@@ -54,6 +54,22 @@ def test_a_save_that_does_not_come_leaves_the_ranks_time_for_their_own_end() -> 
     assert bench.later(1).phase == "stopping"
 
 
+def test_a_job_that_is_stopped_saves_first() -> None:
+    bench = train(running(), 20, saved=10)
+    bench.leader.stop(bench.now, "suspended")
+    assert (bench.phase, asked(bench)) == ("running", [("leaving-1.1", 80.0)])
+    assert train(bench, 21, saved=21).phase == "stopping"
+    bench.clean()
+    assert [(each.outcome.result, each.outcome.message) for each in bench.ends()] == [("stopped", "suspended")]
+
+
+def test_who_repeats_a_stop_on_a_laptop_is_in_a_hurry() -> None:
+    bench = train(running(), 20, saved=10)
+    bench.leader.stop(bench.now, "Ctrl-C")
+    leave(leave(bench, 0, grace=2.0), 1, grace=2.0).later(1.0)
+    assert [each.outcome.result for each in bench.ends()] == ["stopped"]
+
+
 def test_of_two_pods_the_one_with_less_time_counts() -> None:
     bench = leave(leave(train(running(), 20, saved=10)), index=0, grace=10.0)
     assert bench.later(4.9).phase == "running"

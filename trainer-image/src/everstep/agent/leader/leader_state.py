@@ -134,7 +134,8 @@ class LeaderState:
         if self._stop_reason is None and self.phase != ENDED:
             self._stop_reason = reason[: protocol.MESSAGE_CHARS]
             if self.phase in (STARTING, RUNNING):
-                self._fail(now, failure_causes.GenerationFailure(now, protocol.STOPPED, None, self._stop_reason))
+                told = failure_causes.GenerationFailure(now, protocol.STOPPED, None, self._stop_reason)
+                self._fail_after_save(now, told, self.config.stop_grace)
         self._advance(now)
 
     def request_checkpoint(self, now: float, request: CheckpointRequest) -> None:
@@ -201,15 +202,7 @@ class LeaderState:
             return
         node.leaving = True
         self._changed()
-        left = failure_causes.make_leaving_failure(now, index)
-        if self.phase == RUNNING and self.checkpoints.ranks_save and grace > 0:
-            seconds = compute_save_seconds(grace)
-            self.departure.begin(left, now + seconds)
-            if not self.pending_checkpoint.is_open(now, self.generation):
-                request = CheckpointRequest(f"leaving-{self.epoch}.{self.generation}", seconds)
-                self.pending_checkpoint.take(now, request)
-        else:
-            self._fail(now, left)
+        self._fail_after_save(now, failure_causes.make_leaving_failure(now, index), grace)
         self._advance(now)
 
     def take_report(self, now: float, index: int, report: protocol.GenerationReport) -> None:
@@ -417,6 +410,16 @@ class LeaderState:
             self._begin_stop(now, current)
         elif current.failures[0].cause == protocol.LEAVING and not failure.graceful:
             self._hurry(now, current)
+
+    def _fail_after_save(self, now: float, failure: failure_causes.GenerationFailure, grace: float) -> None:
+        if self.phase != RUNNING or not self.checkpoints.ranks_save or grace <= 0:
+            self._fail(now, failure)
+            return
+        seconds = compute_save_seconds(grace)
+        self.departure.begin(failure, now + seconds)
+        if not self.pending_checkpoint.is_open(now, self.generation):
+            request = CheckpointRequest(f"leaving-{self.epoch}.{self.generation}", seconds)
+            self.pending_checkpoint.take(now, request)
 
     def _hurry(self, now: float, current: Generation) -> None:
         """Shorten the grace. A peer is gone, so the others can only hang in collectives: the long grace has become
