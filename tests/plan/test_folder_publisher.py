@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.node_capacity import _sum_requests
@@ -13,6 +14,7 @@ from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import JobBuilder, job
 
+SHARED = {"persistentVolumeClaim": {"claimName": "shared"}}
 POLICY = {"store": "s3://bucket/run", "secretRef": {"name": "s3"}, "keepLast": 2, "folder": {}}
 
 
@@ -28,7 +30,7 @@ def containers(frozen: FrozenTemplate | RejectedTemplate, index: int = 0, epoch:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_folder_is_restored_before_the_program_starts_and_published_beside_it(*, plain: bool) -> None:
-    builder = job().nodes(2).spec(checkpoint=POLICY, env=[{"name": "AWS_REGION", "value": "eu-west-1"}])
+    builder = job().nodes(2).spec(checkpoint={**POLICY, "volume": SHARED}, env=[{"name": "AWS_REGION", "value": "eu-west-1"}])
     found = containers(resolve(builder.plain() if plain else builder, plain=plain))
     assert list(found) == ["everstep-restore", "everstep-publish", "trainer"]
     assert found["everstep-restore"]["command"][4:] == [
@@ -53,7 +55,20 @@ def test_the_folder_is_restored_before_the_program_starts_and_published_beside_i
 
 
 def test_only_the_first_pod_publishes() -> None:
-    assert list(containers(resolve(job().nodes(2).spec(checkpoint=POLICY)), 1)) == ["everstep-restore", "trainer"]
+    frozen = resolve(job().nodes(2).spec(checkpoint={**POLICY, "volume": SHARED}))
+    assert list(containers(frozen, 1)) == ["everstep-restore", "trainer"]
+    assert isinstance(frozen, FrozenTemplate)
+    (volume,) = (each for each in frozen.pod["spec"]["volumes"] if each["name"] == "everstep-checkpoints")
+    assert volume["persistentVolumeClaim"] == SHARED["persistentVolumeClaim"]
+
+
+@pytest.mark.parametrize("volume", [None, {"ephemeral": {}}])
+def test_pods_that_share_no_folder_would_go_on_from_different_files(volume: dict[str, Any] | None) -> None:
+    """Those of pod 0 from the newest, others from older ones: what runs again in place is not restored anew."""
+    policy = {**POLICY, **({"volume": volume} if volume is not None else {})}
+    with pytest.raises(ValidationError, match="needs checkpoint.volume, which they share"):
+        job().nodes(2).spec(checkpoint=policy).build()
+    job().nodes(1).spec(checkpoint=policy).build()
 
 
 def test_the_program_says_when_its_files_are_complete_and_which_image_can_publish_them() -> None:

@@ -145,7 +145,7 @@ def test_no_last_word_breaks_the_operator(word: dict[str, Any]) -> None:
 
 
 def test_of_a_last_word_that_a_kubelet_has_cut_off_all_but_the_end_is_read() -> None:
-    """Of a pod with six containers each has 2 KiB: the rest of 12 KiB that a kubelet keeps of them together."""
+    """Each of six containers has 2 KiB: a kubelet keeps 12 KiB of a pod."""
     said = {"result": "failed", "epoch": 2, "generation": 3, "rank": 1, "exitCode": 7, "message": 'said "no", [and {'}
     told = {"generationHistory": ["2.1 Application"], "progress": {"step": 5, "at": 1.0}}
     whole = encode_termination_message({**said, "logTail": ["x, \\" * 20] * 20, **told}).decode()

@@ -99,7 +99,7 @@ class CheckpointPolicy(ApiModel):
     """A volume that is mounted at `/opt/ml/checkpoints`."""
     folder: FolderPublishing | None = None
     """For programs that only write files into `/opt/ml/checkpoints`, without everstep's library. Pod 0 publishes them
-    into the store, and all pods begin with them."""
+    into the store, and pods begin with them. A job with several nodes also needs a `volume` that they share."""
     every: (
         Annotated[
             str,
@@ -127,9 +127,11 @@ class CheckpointPolicy(ApiModel):
 
     rules: ClassVar = (
         Rule(
-            "!has(self.store) || !has(self.volume) || self.store.startsWith('/')",
+            "!has(self.store) || !has(self.volume) || has(self.folder) || self.store.startsWith('/')",
             "store is a URL: remove it and checkpoints are kept in the volume, or remove volume",
-            lambda value: value.store is None or value.volume is None or value.store.startswith("/"),
+            lambda value: (
+                value.store is None or value.volume is None or value.folder is not None or value.store.startswith("/")
+            ),
             ".store",
         ),
         Rule(
