@@ -145,6 +145,21 @@ def test_what_happens_meanwhile_counts(end: str) -> None:
         assert [each.outcome.result for each in bench.ends()] == ["succeeded"]
 
 
+@pytest.mark.parametrize(
+    ("message", "code", "signal"),
+    [("Connection reset by peer", 1, None), ("killed by SIGKILL", 137, 9), ("exited with code 143", 143, None)],
+)
+def test_what_the_end_of_the_pod_does_to_ranks_is_no_failure_of_theirs(
+    message: str, code: int, signal: int | None
+) -> None:
+    """A kubelet that shuts down gives pods less time than they have, and tells nobody."""
+    bench = leave(train(running(), 20, saved=10)).later(15)
+    bench.fail(0, 0, code, message, signal=signal).later(1)
+    bench.clean(0).clean(1)
+    assert bench.history == [("1.1", "Leaving", 1)]
+    assert bench.stops()[-1].grace == (GRACE if code == 143 else bench.config.restart_grace)
+
+
 def test_the_next_generation_is_not_ended_for_the_pod_that_has_left() -> None:
     bench = leave(train(running(max_backoff=0.0), 20, saved=10)).fail(0, 0).clean()
     bench.join(1, pod="b").run().later(200)

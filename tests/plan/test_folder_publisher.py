@@ -30,7 +30,9 @@ def containers(frozen: FrozenTemplate | RejectedTemplate, index: int = 0, epoch:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_folder_is_restored_before_the_program_starts_and_published_beside_it(*, plain: bool) -> None:
-    builder = job().nodes(2).spec(checkpoint={**POLICY, "volume": SHARED}, env=[{"name": "AWS_REGION", "value": "eu-west-1"}])
+    builder = (
+        job().nodes(2).spec(checkpoint={**POLICY, "volume": SHARED}, env=[{"name": "AWS_REGION", "value": "eu-west-1"}])
+    )
     found = containers(resolve(builder.plain() if plain else builder, plain=plain))
     assert list(found) == ["everstep-restore", "everstep-publish", "trainer"]
     assert found["everstep-restore"]["command"][4:] == [
@@ -66,7 +68,7 @@ def test_only_the_first_pod_publishes() -> None:
 def test_pods_that_share_no_folder_would_go_on_from_different_files(volume: dict[str, Any] | None) -> None:
     """Those of pod 0 from the newest, others from older ones: what runs again in place is not restored anew."""
     policy = {**POLICY, **({"volume": volume} if volume is not None else {})}
-    with pytest.raises(ValidationError, match="needs checkpoint.volume, which they share"):
+    with pytest.raises(ValidationError, match=r"needs checkpoint\.volume, which they share"):
         job().nodes(2).spec(checkpoint=policy).build()
     job().nodes(1).spec(checkpoint=policy).build()
 

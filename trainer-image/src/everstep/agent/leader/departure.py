@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from everstep.agent.ranks.failure_causes import GenerationFailure
 from everstep.agent.wire.checkpoint_request import CheckpointRequest, compute_save_seconds
+from everstep.agent.wire.protocol import APPLICATION, POD_LOST
 
 from .pending_checkpoint import PendingCheckpoint
 
@@ -54,6 +55,16 @@ class Departure:
     def holds_training(self, now: float, generation: int) -> bool:
         """Return whether ranks of this generation may wait after a save, until they are told to stop."""
         return any(each.holds_training(now, generation) for each in self.requests)
+
+    def explain_failure(self, failure: GenerationFailure) -> GenerationFailure | None:
+        """Return what a failure follows from, if that is most likely the pod that was about to leave: its kubelet had
+        less patience than its grace said, and its peers lost their connections. None: it is a failure of its own.
+
+        Args:
+            failure: What befell the ranks meanwhile.
+        """
+        taken = failure.echo or failure.termed or failure.killed
+        return self.failure if failure.cause == POD_LOST or (failure.cause == APPLICATION and taken) else None
 
     @property
     def due(self) -> float | None:

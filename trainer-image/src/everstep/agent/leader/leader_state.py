@@ -405,6 +405,8 @@ class LeaderState:
         current = self._current
         if current is None:
             return
+        if self.phase == RUNNING and (left := self.departure.explain_failure(failure)) is not None:
+            self._fail(now, left)
         current.fail(failure)
         if self.phase in (STARTING, RUNNING):
             self._begin_stop(now, current)
@@ -427,8 +429,6 @@ class LeaderState:
 
     def _lose(self, now: float, index: int, why: str) -> None:
         self._members.lose(now, index)
-        if self.departure.failure is not None and self.phase == RUNNING:
-            self._fail(now, self.departure.failure)  # the one that was about to leave is gone, most likely
         self._fail(now, failure_causes.GenerationFailure(now, protocol.POD_LOST, index, f"node {index}: {why}"))
 
     def _stood_still(self, now: float) -> bool:
