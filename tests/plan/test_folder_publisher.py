@@ -15,7 +15,7 @@ from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import JobBuilder, job
 
 SHARED = {"persistentVolumeClaim": {"claimName": "shared"}}
-POLICY = {"store": "s3://bucket/run", "secretRef": {"name": "s3"}, "keepLast": 2, "folder": {}}
+POLICY = {"store": "s3://bucket/run", "secretRef": {"name": "s3"}, "keepLast": 2, "folder": {"quiet": "5s"}}
 
 
 def resolve(builder: JobBuilder, *, plain: bool = False) -> FrozenTemplate | RejectedTemplate:
@@ -74,11 +74,19 @@ def test_pods_that_share_no_folder_would_go_on_from_different_files(volume: dict
 
 
 def test_the_program_says_when_its_files_are_complete_and_which_image_can_publish_them() -> None:
-    folder = {"marker": "DONE", "quiet": "90s", "each": "checkpoint-*", "image": "example.com/publisher:1"}
+    folder = {"marker": "DONE", "each": "checkpoint-*", "image": "example.com/publisher:1"}
     found = containers(resolve(job().spec(checkpoint={**POLICY, "folder": folder})))
     command = found["everstep-publish"]["command"]
-    assert command[command.index("--quiet") :] == ["--quiet", "90", "--marker", "DONE", "--each", "checkpoint-*"]
+    assert command[command.index("--marker") :] == ["--marker", "DONE", "--each", "checkpoint-*"]
+    assert "--quiet" not in command
     assert found["everstep-publish"]["image"] == found["everstep-restore"]["image"] == "example.com/publisher:1"
+
+
+@pytest.mark.parametrize("folder", [{}, {"each": "checkpoint-*"}, {"marker": "DONE", "quiet": "5s"}])
+def test_how_files_become_complete_is_said_and_not_guessed(folder: dict[str, Any]) -> None:
+    """What a program that is killed leaves half-written does not change any more either."""
+    with pytest.raises(ValidationError, match="set either marker"):
+        job().spec(checkpoint={**POLICY, "folder": folder}).build()
 
 
 def test_a_pod_template_may_size_the_containers_and_they_keep_a_guaranteed_pod_guaranteed() -> None:

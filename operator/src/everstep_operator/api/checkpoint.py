@@ -79,12 +79,22 @@ class FolderPublishing(ApiModel):
     """Image of the containers that restore and publish, with `python3` and the package `everstep[checkpoint,s3]`.
     Absent: the trainer's."""
     marker: Annotated[str, Pattern("^[!-.0-~]+$", 255)] | None = None
-    """Name of the file that the program writes last. Absent: the folder is complete after `quiet`."""
-    quiet: Annotated[Duration, limit_duration("1s", "1h")] = timedelta(seconds=5)
-    """Time without a change after which the folder is complete."""
+    """Name of the file that the program writes last, when all others are complete."""
+    quiet: Annotated[Duration, limit_duration("1s", "1h")] | None = None
+    """Without `marker`: time without a change after which the folder is complete. For programs that rename finished
+    files into place: what a program leaves half-written when it is killed would be published too."""
     each: Annotated[str, Pattern("^[!-.0-~]+$", 255)] | None = None
     """Pattern of folders that are published one by one, such as `checkpoint-*`; their names end with the step. Absent:
     the folder is published as a whole."""
+
+    rules: ClassVar = (
+        Rule(
+            "has(self.marker) != has(self.quiet)",
+            "set either marker, the name of the file that the program writes last, or quiet, for a program that "
+            "renames finished files into place",
+            lambda value: (value.marker is None) != (value.quiet is None),
+        ),
+    )
 
 
 class CheckpointPolicy(ApiModel):
