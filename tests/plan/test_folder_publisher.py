@@ -84,7 +84,7 @@ def test_the_program_says_when_its_files_are_complete_and_which_image_can_publis
 
 @pytest.mark.parametrize("folder", [{}, {"each": "checkpoint-*"}, {"marker": "DONE", "quiet": "5s"}])
 def test_how_files_become_complete_is_said_and_not_guessed(folder: dict[str, Any]) -> None:
-    """What a program that is killed leaves half-written does not change any more either."""
+    """Files that a killed program leaves half-written do not change any more either."""
     with pytest.raises(ValidationError, match="set either marker"):
         job().spec(checkpoint={**POLICY, "folder": folder}).build()
 
