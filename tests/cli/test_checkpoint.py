@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.catalog.candidates import list_candidates, read_manifest
 from everstep.checkpoint.catalog.verification import verify_and_mark
+from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.publish import folder as folders
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.cli import checkpoint_folder
 from tests.checkpoint.builders import Training, key
 from tests.cli.command import Done
 
@@ -283,6 +285,30 @@ def test_of_pods_that_restore_into_one_volume_the_first_is_enough(
     done = everstep("checkpoint", "restore", "store", "back", "--if-any", "--if-empty")
     assert (done.returncode, "restored by another process" in done.stderr) == (0, True)
     assert (tmp_path / "back" / "weights").read_text() == "of the first"
+
+
+def test_a_store_that_is_unavailable_for_a_moment_is_waited_for(
+    everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("stored")
+    everstep("checkpoint", "publish", "model", "store", "--step", "1")
+    read, failed = read_manifest, [0]
+
+    def fail_twice(*args: Any) -> Any:
+        failed[0] += 1
+        if failed[0] <= 2:
+            raise StoreError("no answer", "store", may_pass=True)
+        return read(*args)
+
+    monkeypatch.setattr(folders, "read_manifest", fail_twice)
+    monkeypatch.setattr(checkpoint_folder, "PAUSE_SECONDS", 0.0)
+    done = everstep("checkpoint", "restore", "store", "back", "--wait", "0")
+    assert (done.returncode, "no answer" in done.stderr) == (1, True)
+    failed[0] = 0
+    done = everstep("checkpoint", "restore", "store", "back", "--wait", "600")
+    assert (done.returncode, done.stderr.count("not restored yet, trying again")) == (0, 2)
+    assert (tmp_path / "back" / "weights").read_text() == "stored"
 
 
 def test_damaged_is_not_taken_for_a_first_start(everstep: Everstep, tmp_path: Path) -> None:

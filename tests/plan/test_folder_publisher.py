@@ -36,7 +36,7 @@ def test_the_folder_is_restored_before_the_program_starts_and_published_beside_i
     found = containers(resolve(builder.plain() if plain else builder, plain=plain))
     assert list(found) == ["everstep-restore", "everstep-publish", "trainer"]
     assert found["everstep-restore"]["command"][4:] == [
-        "restore", "s3://bucket/run", "/opt/everstep/checkpoints/files", "--if-any", "--if-empty"
+        "restore", "s3://bucket/run", "/opt/everstep/checkpoints/files", "--if-any", "--if-empty", "--wait", "120"
     ]  # fmt: skip
     assert "restartPolicy" not in found["everstep-restore"]
     assert found["everstep-publish"]["restartPolicy"] == "Always", "a sidecar: ended after the trainer"

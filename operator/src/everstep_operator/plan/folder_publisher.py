@@ -24,6 +24,8 @@ _COMMAND = ("python3", "-m", "everstep.cli", "checkpoint")
 # Equal requests and limits: with a sidecar of another kind the pod would lose the QoS class Guaranteed. A pod template
 # may say otherwise, by the containers' names.
 _AMOUNTS = {"cpu": "500m", "memory": "512Mi"}
+# A store that is unavailable for a moment fails no start; what lasts longer is told in the status.
+_OUTAGE_SECONDS = 120
 # The first half of the fencing token is the pod's epoch. Ranks that start again in place go on in one folder.
 _GENERATION = {"name": "EVERSTEP_GENERATION", "value": "0"}
 
@@ -47,7 +49,7 @@ def build_folder_containers(job: TrainingJob) -> list[dict[str, Any]]:
     if policy is None or policy.folder is None or policy.store is None:
         return []
     said, files = policy.folder, f"{_PLACE}/{_SUBFOLDER}"
-    restore = [*_COMMAND, "restore", policy.store, files, "--if-any", "--if-empty"]
+    restore = [*_COMMAND, "restore", policy.store, files, "--if-any", "--if-empty", "--wait", str(_OUTAGE_SECONDS)]
     publish = [*_COMMAND, "publish", files, policy.store, "--watch", "--keep-last", str(policy.keep_last)]
     quiet = f"{said.quiet.total_seconds():g}" if said.quiet is not None else None
     for option, value in (("--quiet", quiet), ("--marker", said.marker), ("--each", said.each)):

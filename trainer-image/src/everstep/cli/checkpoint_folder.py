@@ -9,6 +9,8 @@ import typer
 
 from everstep.cli.checkpoint import KeyOption, ThreadsOption, UriArgument
 
+PAUSE_SECONDS = 5.0  # between two tries where a store is unavailable
+
 
 def publish(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that another program saves.")],
@@ -75,8 +77,14 @@ def publish(
             make_stdout().print(f"{folder} is published as {format_key(manifest.key)}")
             return
         stop = threading.Event()
+
+        def handle_stop(*_: object) -> None:
+            if stop.is_set():
+                raise KeyboardInterrupt  # whoever repeats it does not wait for a store that is unavailable
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, handle_stop)
         publisher.Publisher(store, folder, marker=marker, quiet=quiet, each=each, keep_last=keep_last, tell=tell).run(
             stop
         )
@@ -93,16 +101,20 @@ def restore(
     if_empty: Annotated[
         bool, typer.Option("--if-empty", help="Exit with 0 if there is something in DIR: a program that starts again.")
     ] = False,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="Try again for so many seconds while the store is unavailable.")
+    ] = 0.0,
     threads: ThreadsOption = 4,
 ) -> None:
     """Restore a published folder.
 
     The newest that is good, verified, whole or not at all.
     """
+    import time
     from contextlib import ExitStack
 
     from everstep.checkpoint.catalog import candidates
-    from everstep.checkpoint.errors import CheckpointError
+    from everstep.checkpoint.errors import CheckpointError, Full, StoreError
     from everstep.checkpoint.format.manifest import Manifest
     from everstep.checkpoint.publish import folder as folders
     from everstep.cli.checkpoint_view import total_bytes
@@ -110,14 +122,15 @@ def restore(
     from everstep.cli.terminal import make_stderr, make_stdout
     from everstep.cli.transfer import show_transfer
 
+    until = time.monotonic() + wait
     if if_empty and folder.is_dir() and any(folder.iterdir()):
         make_stderr().print(f"{folder} is not empty and is left as it is.")
         return
-    with translate_errors(), ExitStack() as bars:
+
+    def restore_once(bars: ExitStack) -> str:
         store = open_named_store(uri)
         if if_any and not candidates.list_candidates(store):
-            make_stderr().print(f"Nothing was saved in {store.url} yet.")
-            return
+            return f"Nothing was saved in {store.url} yet."
         wanted = resolve_step(store, key) if key else None
         advance = [lambda count: None]
 
@@ -139,8 +152,23 @@ def restore(
             # Of several pods that share a volume one is the first: what it has put there is whole.
             if not (if_empty and folder.is_dir() and any(folder.iterdir())):
                 raise
-            make_stderr().print(f"{folder} was restored by another process, and is left as it is.")
-            return
-    for why in bad:
-        make_stderr().print(f"not good, skipped: {why}", style="red")
-    make_stdout().print(f"{folder} is restored from {format_key(manifest.key)}")
+            return f"{folder} was restored by another process, and is left as it is."
+        bars.close()
+        for why in bad:
+            make_stderr().print(f"not good, skipped: {why}", style="red")
+        make_stdout().print(f"{folder} is restored from {format_key(manifest.key)}")
+        return ""
+
+    with translate_errors():
+        while True:
+            try:
+                with ExitStack() as bars:
+                    message = restore_once(bars)
+                break
+            except StoreError as error:
+                if not error.may_pass or isinstance(error, Full) or time.monotonic() >= until:
+                    raise
+                make_stderr().print(f"not restored yet, trying again: {error}", style="yellow")
+            time.sleep(PAUSE_SECONDS)
+    if message:
+        make_stderr().print(message)
