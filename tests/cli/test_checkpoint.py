@@ -311,6 +311,27 @@ def test_a_store_that_is_unavailable_for_a_moment_is_waited_for(
     assert (tmp_path / "back" / "weights").read_text() == "stored"
 
 
+@pytest.mark.parametrize(("epoch", "why"), [("1", "belongs to attempt"), ("7", "is that of a run job team/a/1")])
+def test_a_store_that_another_job_has_used_is_refused_before_the_program_starts(
+    everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: str, why: str
+) -> None:
+    """What a job publishes under an earlier attempt would never be restored, and of the same one be mixed with it."""
+    command = ("checkpoint", "restore", "store", "back", "--if-any", "--if-empty", "--resume")
+
+    def begin(job: str, epoch: str) -> Done:
+        for name, value in (("JOB", job), ("EPOCH", epoch), ("GENERATION", "0")):
+            monkeypatch.setenv(f"EVERSTEP_{name}", value)
+        return everstep(*command)
+
+    assert begin("team/a/1", "7").returncode == 0
+    assert begin("team/a/1", "7").returncode == 0, "an init container may run again"
+    assert begin("team/a/1", "8" if epoch == "1" else "7").returncode == 0
+    (tmp_path / "back").mkdir(exist_ok=True)
+    (tmp_path / "back" / "left").write_text("by an earlier pod")
+    done = begin("team/b/2", epoch)
+    assert (done.returncode, why in done.stderr) == (1, True), done.stderr
+
+
 def test_damaged_is_not_taken_for_a_first_start(everstep: Everstep, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_bytes(bytes(9000))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from everstep.cli.checkpoint import KeyOption, ThreadsOption, UriArgument
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.store.base import Store
 
 PAUSE_SECONDS = 5.0  # between two tries where a store is unavailable
 
@@ -104,6 +107,10 @@ def restore(
     wait: Annotated[
         float, typer.Option("--wait", min=0, help="Try again for so many seconds while the store is unavailable.")
     ] = 0.0,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="In a job that publishes there next: fail if another job has used the store."),
+    ] = False,
     threads: ThreadsOption = 4,
 ) -> None:
     """Restore a published folder.
@@ -123,12 +130,19 @@ def restore(
     from everstep.cli.transfer import show_transfer
 
     until = time.monotonic() + wait
-    if if_empty and folder.is_dir() and any(folder.iterdir()):
-        make_stderr().print(f"{folder} is not empty and is left as it is.")
-        return
 
     def restore_once(bars: ExitStack) -> str:
         store = open_named_store(uri)
+        kept = if_empty and folder.is_dir() and any(folder.iterdir())
+        try:
+            if resume:
+                _claim_store(store)
+        except StoreError as error:
+            if not (kept and error.may_pass):
+                raise
+            make_stderr().print(f"nobody can tell whose the store is: {error}", style="yellow")
+        if kept:
+            return f"{folder} is not empty and is left as it is."
         if if_any and not candidates.list_candidates(store):
             return f"Nothing was saved in {store.url} yet."
         wanted = resolve_step(store, key) if key else None
@@ -172,3 +186,20 @@ def restore(
             time.sleep(PAUSE_SECONDS)
     if message:
         make_stderr().print(message)
+
+
+def _claim_store(store: Store) -> None:
+    """Claim the store for the job that runs this.
+
+    Raises:
+        CheckpointError: Another job has used it: what this one publishes would never be chosen, or be mixed with that.
+    """
+    import os
+
+    from everstep.checkpoint.publish import attempts, fence
+
+    given = fence.get_given_attempt()
+    if given is not None:
+        identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), (attempts.identify_machine(),))
+        attempts.check_not_superseded(store, given)
+        attempts.claim_given_attempt(store, given, identity)
