@@ -332,6 +332,30 @@ def test_a_store_that_another_job_has_used_is_refused_before_the_program_starts(
     assert (done.returncode, why in done.stderr) == (1, True), done.stderr
 
 
+@pytest.mark.parametrize(
+    "command", [("restore", "URL", "back", "--wait", "600"), ("publish", "back", "URL", "--watch")]
+)
+def test_whoever_waits_for_a_store_ends_when_it_is_told_to(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A pod that is deleted meanwhile is not kept for its whole grace."""
+    nowhere = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "everstep.cli", "checkpoint", *command.split()],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **nowhere, "AWS_DEFAULT_REGION": "x", "COLUMNS": "200"},
+    )
+    try:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert "yet, trying again" in said
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (143 if command.startswith("restore") else 1)
+
+
 def test_damaged_is_not_taken_for_a_first_start(everstep: Everstep, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_bytes(bytes(9000))

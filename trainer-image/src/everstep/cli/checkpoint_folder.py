@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +49,7 @@ def publish(
     import signal
     import threading
 
+    from everstep.checkpoint.errors import StoreError
     from everstep.checkpoint.events import CheckpointEvent
     from everstep.checkpoint.publish import publisher
     from everstep.checkpoint.publish.folder import Contents
@@ -88,9 +91,19 @@ def publish(
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, handle_stop)
-        publisher.Publisher(store, folder, marker=marker, quiet=quiet, each=each, keep_last=keep_last, tell=tell).run(
-            stop
-        )
+        while True:
+            try:
+                watching = publisher.Publisher(
+                    store, folder, marker=marker, quiet=quiet, each=each, keep_last=keep_last, tell=tell
+                )
+                break
+            except StoreError as error:
+                # A container that ends is begun again ever more slowly, and may not run when the program ends.
+                if not error.may_pass or stop.is_set():
+                    raise
+                make_stderr().print(f"not published yet, trying again: {error}", style="yellow")
+            stop.wait(PAUSE_SECONDS)
+        watching.run(stop)
 
 
 def restore(
@@ -173,7 +186,7 @@ def restore(
         make_stdout().print(f"{folder} is restored from {format_key(manifest.key)}")
         return ""
 
-    with translate_errors():
+    with translate_errors(), _end_at_term():
         while True:
             try:
                 with ExitStack() as bars:
@@ -186,6 +199,21 @@ def restore(
             time.sleep(PAUSE_SECONDS)
     if message:
         make_stderr().print(message)
+
+
+@contextmanager
+def _end_at_term() -> Iterator[None]:
+    """End at SIGTERM, which Linux keeps from the first process of a container that does not handle it."""
+    import signal
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _claim_store(store: Store) -> None:
