@@ -56,7 +56,7 @@ def test_who_reads_what_is_stated_and_others_may_leave_it_out() -> None:
     [
         ("inputs", "rank 0: it reads the arguments x: the batch must name them"),
         ("name", "rank 0: its batch lacks x, which its stages use; it has y"),
-        ("targets", "rank 1: it runs the loss, and was given no targets"),
+        ("targets", "rank 1: it runs the loss, and got no targets"),
         ("samples", "rank 0 has a batch of 8; rank 1 has a batch of 7"),
     ],
 )
