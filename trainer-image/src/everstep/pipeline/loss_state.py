@@ -116,8 +116,8 @@ def refuse_state(one: float, other: float, times: int) -> None:
         raise PipelineError(
             f"the loss gives {one:.6g}, and {other:.6g} when it is called again with the same output and targets: it "
             "continues from state that it keeps, as a running mean or a count of its calls; a pipeline calls it for "
-            f"each micro-batch, {times} times a batch over all replicas, and one process once. Change such state in the "
-            "script, after each step, from the metrics that a loss gives as (sum, count, {'name': sum}); or take "
+            f"each micro-batch, {times} times a batch over all replicas, and one process once. Change such state in "
+            "the script, after each step, from the metrics that a loss gives as (sum, count, {'name': sum}); or take "
             "microbatches=1 and one replica. PlanOptions(check=False) trains it as it is"
         )
 
