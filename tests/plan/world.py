@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.restart import ExitCodeAction
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import (
@@ -85,11 +86,12 @@ class Leader:
         self.history.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
         self.phase, self.members = "forming", ()
 
-    def left(self) -> int:
+    def left(self, find_action: Callable[[int | None], ExitCodeAction]) -> int:
         """Application restarts that are still allowed."""
         known = [e.id for e in self.history]
         after = known.index(self.charged) + 1 if self.charged in known else 0
-        return self.budget - sum(e.cause == "Application" for e in self.history[after:])
+        failed = [e for e in self.history[after:] if e.cause == "Application"]
+        return self.budget - sum(find_action(e.exit_code) is ExitCodeAction.RETRY for e in failed)
 
 
 class World:
@@ -388,14 +390,16 @@ class World:
 
     # --- faults
 
-    def fail_rank(self, exit_code: int = 1) -> None:
+    def fail_rank(self, exit_code: int = 1, cause: str = "Application") -> None:
         leader = self.leader
         if leader is None or leader.phase != "running" or leader.outcome is not None:
             return
-        allowed = leader.left()
-        leader.end_generation("Application", self.now, index=0, rank=0, exit_code=exit_code, message="ValueError: no")
+        find_action = self.job.spec.restart.find_action
+        action = find_action(exit_code) if cause == "Application" else ExitCodeAction.RETRY
+        allowed = leader.left(find_action)
+        leader.end_generation(cause, self.now, index=0, rank=0, exit_code=exit_code, message="ValueError: no")
         self.broken += 1
-        if allowed <= 0:
+        if action is ExitCodeAction.FAIL or (action is ExitCodeAction.RETRY and allowed <= 0):
             self.end("failed", exit_code)
 
     def kill(self, index: int, *, reason: str = "Error", exit_code: int | None = 137) -> None:

@@ -119,6 +119,10 @@ class Reason(StrEnum):
 
     # Failures of the program
     APPLICATION_ERROR = "ApplicationError", "A rank exited with a code other than 0."
+    FATAL_EXIT_CODE = (
+        "FatalExitCode",
+        "A rank exited with a code for which restart.onExitCodes says Fail: the job is not restarted.",
+    )
     OUT_OF_MEMORY = (
         "OutOfMemory",
         "A rank or its container was killed for memory; raise resources.limits.memory or use less.",

@@ -11,6 +11,7 @@ from typing import Any
 
 from everstep_operator.plan import plain_mode
 from everstep_operator.plan.affinity import exclude_nodes
+from everstep_operator.plan.folder_publisher import select_folder_containers
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import EPOCH_VARIABLE, TRAINER_CONTAINER
@@ -71,6 +72,8 @@ def build_pod(
         )
     else:
         body["spec"]["containers"] = _replace_environment(frozen, lambda env: _add_variables(env, index, epoch, leader))
+    if extra := frozen.pod["spec"].get("initContainers"):
+        body["spec"]["initContainers"] = select_folder_containers(extra, index, epoch)
     if avoid:
         body["spec"]["affinity"] = exclude_nodes(body["spec"].get("affinity") or {}, avoid)
     if annotations:

@@ -6,6 +6,7 @@ import typer
 
 from everstep.cli.checkpoint import app as checkpoint
 from everstep.cli.checkpoint_exchange import export, import_
+from everstep.cli.checkpoint_folder import publish, restore
 from everstep.cli.logs import logs
 from everstep.cli.pipeline import app as pipeline
 from everstep.cli.run import run
@@ -24,6 +25,8 @@ app = typer.Typer(
 )
 for command in (validate, run, status, logs, version):
     app.command()(command)
+checkpoint.command("publish")(publish)
+checkpoint.command("restore")(restore)
 checkpoint.command("export")(export)
 checkpoint.command("import")(import_)
 app.add_typer(checkpoint)
