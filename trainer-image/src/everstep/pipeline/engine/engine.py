@@ -296,9 +296,7 @@ class Engine:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
         self._require_open()
         if self._batches:
-            raise PipelineError(
-                "a step still accumulates batches: end it with step(…, last=True) before its gradients are clipped"
-            )
+            raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before clipping")
         place = self.transport.replica * self.transport.size + self.rank
         counted = self.parameters.counted_here
 
