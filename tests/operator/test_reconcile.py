@@ -18,6 +18,7 @@ from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.work_queue import WorkQueue
@@ -80,8 +81,9 @@ async def reconciler(server: Any) -> Reconciler:
     actor = ActionExecutor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",))
     gangs, clock = WaitingGangs(lambda _: None), CREATED.timestamp
     leases = NodeLeases(server, cache, queue.add, clock=clock, silence=0)
+    failures = NodeFailures(server, "everstep-system", window=86_400.0, clock=clock, count_nodes=lambda: 4)
     return Reconciler(
-        server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), leases, actor,
+        server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), leases, failures, actor,
         PlanSettings(operator_key=b"key", agent_digest=actor.agent.digest), (b"key",), clock,
     )  # fmt: skip
 

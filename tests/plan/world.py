@@ -123,6 +123,7 @@ class World:
         self.unclean: tuple[UncleanPod, ...] = ()
         self.mute: set[str] = set()  # UIDs of pods whose agents nobody hears
         self.sick_gpus: tuple[SickGpu, ...] = ()
+        self.avoided_nodes: tuple[str, ...] = ()  # on which jobs have failed before
         self.saves_in: float | None = 2.0  # seconds from a request to its commit; None: ranks do not save
         self.asked_for: list[tuple[str, float | None]] = []  # requests that reached a leader
         self.reported: ReportedCheckpoint | None = None  # by the leader
@@ -148,6 +149,7 @@ class World:
             nodes=declare_lost_nodes(
                 self.job, self.nodes, seen.values(), self.view(), frozen=frozen, settings=self.settings, now=self.now
             ),
+            avoided_nodes=self.avoided_nodes,
             silent_nodes=tuple(sorted(name for name, node in self.nodes.items() if node.silent_since is not None)),
         )
 

@@ -145,6 +145,7 @@ class Reason(StrEnum):
         "stay until some of the nodes are heard again; delete those pods if the machines are dead.",
     )
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
+    NODE_AVOIDED = "NodeAvoided", "Jobs have failed on a node, and new pods avoid it for a while."
     GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job continues while its ranks run."
     NODE_UNHEALTHY = (
         "NodeUnhealthy",

@@ -150,6 +150,10 @@ class Charge(StatusModel):
     """When the generation ended."""
     count: Annotated[int, Field(ge=1), Whole] = 1
     """Number of charges of this cause in this entry: a full list merges the oldest ones."""
+    reason: str | None = Field(default=None, max_length=64)
+    """Why the generation ended."""
+    node: str | None = Field(default=None, max_length=253)
+    """The node of the pod that failed or was lost."""
 
     @property
     def token(self) -> tuple[int, int]:

@@ -254,7 +254,7 @@ class ActionExecutor:
 
     async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int) -> None:
         made, is_new = await self._ensure(
-            PODS, job, build_pod(action.frozen, index, action.epoch, action.leader, action.avoid)
+            PODS, job, build_pod(action.frozen, index, action.epoch, action.leader, action.avoid, action.shun)
         )
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
         name = made["metadata"]["name"]

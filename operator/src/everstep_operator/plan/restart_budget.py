@@ -71,8 +71,8 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
                 # Charges are in the order of generations: the later ones wait with this one.
                 retry_at = (entry.ended_at or s.now) + _find_fate_wait(s, entry)
                 break
-            before, restarts = restarts, _add_charge(s, restarts, entry.id, reason, entry.exit_code)
             failure = _make_failure(s, entry, reason)
+            before, restarts = restarts, _add_charge(s, restarts, entry.id, reason, failure.node, entry.exit_code)
             fatal = find_fatal_exit(s, reason, entry.exit_code)
             if fatal is not None:
                 break
@@ -82,8 +82,8 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
         if not restarts.last or restarts.last.token < (epoch, 1):
             reason = Reason.APPLICATION_ERROR if _has_failed_itself(pod) else pod_replacement.explain_pod_loss(s, pod)
             status = pod.ended.exit_code if pod is not None and pod.ended is not None else None
-            before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason, status)
             failure = make_pod_failure(pod, reason)
+            before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason, failure.node, status)
             fatal = find_fatal_exit(s, reason, status)
     if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
         dead = head is None or not (head.live or node_trouble.may_come_back(s, head))
@@ -95,8 +95,11 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
         newest = restarts.last.token if restarts.last is not None else (0, 0)
         if known and (dead or loss is not None) and newest < (s.status.epoch, generation):
             reason = pod_replacement.explain_pod_loss(s, loss)
-            before, restarts = restarts, _add_charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
             failure = make_pod_failure(loss, reason)
+            before, restarts = (
+                restarts,
+                _add_charge(s, restarts, f"{s.status.epoch}.{generation}", reason, failure.node),
+            )
     exhausted = fatal or _find_exhausted_budget(s, restarts)
     if exhausted is not None:
         # What found the budget empty ends the job: no restart came of it, so none is counted.
@@ -204,11 +207,11 @@ def _make_failure(s: PlanContext, entry: ReportedGeneration, reason: Reason) -> 
 
 
 def _add_charge(
-    s: PlanContext, restarts: Restarts, name: str, reason: Reason, exit_status: int | None = None
+    s: PlanContext, restarts: Restarts, name: str, reason: Reason, node: str | None, exit_status: int | None = None
 ) -> Restarts:
     ignored = _find_action(s, reason, exit_status) is ExitCodeAction.IGNORE
     cause = Cause.IGNORED if ignored else _CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE)
-    charged = restarts.charge(Charge(id=name, cause=cause, time=to_utc(s.now)))
+    charged = restarts.charge(Charge(id=name, cause=cause, time=to_utc(s.now), reason=reason.value, node=node))
     if s.spec.restart.reset_after is None:
         return charged
     known = s.leader.progress.step if s.leader is not None and s.leader.progress is not None else None
