@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -21,8 +20,6 @@ _SETTLE = 10.0  # seconds for which rank 0, which holds the store, stays for the
 _PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds
 
 _ABSENT = "left before {}, or did not come to it in time"
-
-_meetings: Counter[str] = Counter()  # of this process by their calls: all ranks count alike
 
 
 def find_absent_ranks(store: KVStore, place: str, seconds: float) -> list[int]:
@@ -47,15 +44,24 @@ class RollCall:
     """One meeting of all processes before there is a group, by the store of the default process group.
 
     Args:
-        call: The call in which they meet. All processes come to one call equally often.
+        call: The call in which they meet. All processes of a process group come to one call equally often.
         timeout_seconds: How long the store may take to answer.
+
+    Raises:
+        KVStoreLost: The store cannot be reached.
     """
 
     def __init__(self, call: str, timeout_seconds: float) -> None:
         found = dist.distributed_c10d._get_default_store()
-        _meetings[call] += 1
-        name = f"everstep/{call}/{_meetings[call]}"
-        self._store = SharedKVStore(found, name, dist.get_world_size(), timeout_seconds) if found is not None else None
+        self._store: SharedKVStore | None = None
+        if found is None:
+            return
+        # Counted in the store, which ends with the process group: a process that has been in another one before meets
+        # processes that are new.
+        ranks = dist.get_world_size()
+        calls = SharedKVStore(found, f"everstep/{call}", ranks, timeout_seconds)
+        number = calls.count(f"calls/{dist.get_rank()}", 1)
+        self._store = SharedKVStore(found, f"everstep/{call}/{number}", ranks, timeout_seconds)
 
     def find_missing(self, moment: str, seconds: float) -> list[int]:
         """Say that this rank has come to a moment of the meeting, and wait for the others.
