@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -40,6 +40,29 @@ def mark_arrival(store: KVStore, place: str, rank: int) -> None:
     store.count(place, 1)
 
 
+def open_meeting(
+    store: dist.Store, call: str, ranks: Sequence[int], timeout_seconds: float, errors: ErrorTypes | None = None
+) -> SharedKVStore:
+    """Return what ranks share at their next meeting in a call, to which all of them come equally often.
+
+    How often they have come is counted in the store of the process group, and ends with it: a process that has been in
+    another one before meets processes that are new.
+
+    Args:
+        store: Of the process group.
+        call: The call in which they meet.
+        ranks: Those that meet; this one is among them.
+        timeout_seconds: How long the store may take to answer.
+        errors: The errors that are raised.
+
+    Raises:
+        KVStoreLost: The store cannot be reached.
+    """
+    calls = SharedKVStore(store, f"everstep/{call}", len(ranks), timeout_seconds, errors)
+    number = calls.count(f"calls/{dist.get_rank()}", 1)
+    return SharedKVStore(store, f"everstep/{call}/{number}", len(ranks), timeout_seconds, errors)
+
+
 class RollCall:
     """One meeting of all processes before there is a group, by the store of the default process group.
 
@@ -53,15 +76,9 @@ class RollCall:
 
     def __init__(self, call: str, timeout_seconds: float) -> None:
         found = dist.distributed_c10d._get_default_store()
-        self._store: SharedKVStore | None = None
-        if found is None:
-            return
-        # Counted in the store, which ends with the process group: a process that has been in another one before meets
-        # processes that are new.
-        ranks = dist.get_world_size()
-        calls = SharedKVStore(found, f"everstep/{call}", ranks, timeout_seconds)
-        number = calls.count(f"calls/{dist.get_rank()}", 1)
-        self._store = SharedKVStore(found, f"everstep/{call}/{number}", ranks, timeout_seconds)
+        self._store = None
+        if found is not None:
+            self._store = open_meeting(found, call, range(dist.get_world_size()), timeout_seconds)
 
     def find_missing(self, moment: str, seconds: float) -> list[int]:
         """Say that this rank has come to a moment of the meeting, and wait for the others.
