@@ -1,4 +1,4 @@
-"""What a script is told of a save that it asks for: whether it begins, and when it will be in the store."""
+"""Forecast a save for the script that asks for it: whether it begins, and when it will be in the store."""
 
 from __future__ import annotations
 
