@@ -172,3 +172,20 @@ def mark_first_look(ckpt: Any, mark: Path) -> None:
 def test_a_save_that_no_rank_had_begun_did_not_die_with_the_writer_before_it(tmp_path: Path) -> None:
     """Before, rank 0 asked the new writer how the save had ended, while it waited for the others to begin it."""
     assert ranks.run(2, save_after_writer_was_replaced, tmp_path) == [([], [1, 2])] * 2
+
+
+def test_a_run_that_begins_anew_finds_the_writer_whose_socket_was_removed(folder: Path) -> None:
+    """Before, nobody could connect, or start another writer, for as long as that one stayed: ten minutes."""
+    state = {"weights": torch.zeros(1000)}
+    for begins in (0, 2):
+        ckpt = session(folder, every_steps=1000, linger=3600.0)
+        assert ckpt.restore(state=state).step == begins
+        ckpt.save(begins + 1)
+        ckpt.wait()
+        (folder / "memory" / "control").unlink()
+        ckpt.save(begins + 2)
+        ckpt.wait()
+        ckpt.close(wait=False)  # as a run that fails: its writer stays
+    with session(folder) as ckpt:
+        restored = ckpt.restore(state=state)
+    assert (restored.step, restored.tier) == (4, "memory")
