@@ -84,7 +84,7 @@ def test_a_rank_that_dies_while_sessions_are_made_is_named_and_their_group_close
 def fail_to_open(rank: int) -> bool:
     with pytest.raises(ValueError, match="no store serves"):
         everstep.checkpointer("gopher://bucket")
-    return dist.distributed_c10d._world.pg_map.keys() == {dist.group.WORLD}
+    return bool(dist.distributed_c10d._world.pg_map.keys() == {dist.group.WORLD})
 
 
 def test_a_session_that_cannot_be_made_leaves_no_group_open() -> None:
