@@ -37,3 +37,8 @@ def replace_earlier_session(directory: Path, session: SavingSession, store: str)
     if earlier is not None and earlier is not session and not earlier.ended:
         earlier.ended = _AFTER_LATER.format(store=store)
     _sessions[directory] = session
+
+
+def is_only_session(session: SavingSession) -> bool:
+    """Tell whether no other session of this process saves, in whatever store."""
+    return all(other is session or other.ended for other in _sessions.values())
