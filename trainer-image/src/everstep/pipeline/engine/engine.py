@@ -141,7 +141,7 @@ class Engine:
         with self.aborting():
             with without_hooks(self.parameters.own), share_casts(is_wanted=self.options.precision != "full"):
                 self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
-            self._batches += 1
+            self._batches = 0 if last else self._batches + 1
             return self._finish() if last else StepResult(float("nan"), 0.0)
 
     def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> StepResult:
@@ -276,15 +276,15 @@ class Engine:
 
     def _finish(self) -> StepResult:
         self.parameters.reduction.finish()
+        self._total.differentiated = sum(each.take_differentiated() for each in self._stages.values())
         self._commit_statistics()
         counted, own, device = self.parameters.counted_here, self.parameters.own, self.transport.device
-        hooks = None
-        if any(map(has_hooks, own)):
-            hooks = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
+        call = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
+        hooks = call if any(map(has_hooks, own)) else None
         clip, narrow = self.options.clip, self.parameters.narrow_gradients
         scaled = scale_to_mean_loss(own, counted, self._total, self._sum, self.loss_scale, clip, device, hooks, narrow)
         narrow()
-        self.steps, self._batches = self.steps + 1, 0
+        self.steps += 1
         self._random.next_step()
         return StepResult(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
 
