@@ -106,8 +106,8 @@ def _refuse_other_slopes(
                 f"the gradient of {name} of a loss that is {_FACTOR:g} times as large is not {_FACTOR:g} times as "
                 f"large: something in the backward ({where}) changes gradients by their size, as by clamping or "
                 "normalising them, and would do something else in a pipeline, where backward begins with sums of "
-                "losses and not with their mean: clip with EngineOptions.clip or run.clip_grad_norm_, change gradients in "
-                "hooks on parameters, which get those of the mean; PlanOptions(check=False) trains it as it is"
+                "losses and not with their mean: clip with EngineOptions.clip or run.clip_grad_norm_, change gradients "
+                "in hooks on parameters, which get those of the mean; PlanOptions(check=False) trains it as it is"
             )
 
 
