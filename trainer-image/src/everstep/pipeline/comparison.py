@@ -367,6 +367,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors differ by rounding only, relative to the largest number."""
     if not (one.is_floating_point() or one.is_complex()):
         return bool(torch.equal(one, other))
+    one, other = one.detach(), other.detach()
     finite = one[one.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     tolerance = 1e-6 if one.dtype in (torch.float64, torch.complex128) else max(5e-3, 8 * torch.finfo(one.dtype).eps)
