@@ -160,3 +160,17 @@ def test_arguments_that_have_no_names_for_callers_are_taken(given: int) -> None:
     stages = split_model(trace_model(model, named), {"two": 1})
     assert torch.equal(run_stages(stages, named), model(*batch))
     assert Arguments(model).fits_by_name(named)
+
+
+def test_targets_in_the_memory_of_an_argument_that_forward_changes_are_refused() -> None:
+    arguments, batch = Arguments(Model()), torch.ones(3, 4)
+    given = {"x": batch, "extra": Pair(torch.ones(3, 4), torch.ones(3, 1))}
+    arguments.traced_with(given)
+    arguments.refuse_changed_targets(given, batch)
+    arguments.traced_with(given, {"x"})
+    for targets in (batch.clone(), {"y": given["extra"].scale}, None, torch.ones(0)):
+        arguments.refuse_changed_targets(given, targets)
+    arguments.refuse_changed_targets(None, batch)
+    for targets in (batch, {"y": [batch[1:]]}):
+        with pytest.raises(PipelineError, match=r"changes its argument 'x' in place.*clone\(\)"):
+            arguments.refuse_changed_targets(given, targets)

@@ -197,7 +197,7 @@ class Engine:
         actions, overlapped = self._plan(len(self._sizes), reduce)
         self._mail.begin(actions, signature)
         self._values = Values(self._flow, self.rank)
-        outputs: list[Any] = []
+        outputs: dict[int, Any] = {}  # a schedule may take micro-batches in any order
         for action in actions:
             self._mail.post_ahead()
             listen = partial(self.parameters.reduction.listen, action.stage) if action in overlapped else None
@@ -206,9 +206,9 @@ class Engine:
         self._mail.end()
         self.transport.settle()
         assert self._values.empty(), "a value was made that nobody used"
-        return tuple(outputs)
+        return tuple(outputs[microbatch] for microbatch in sorted(outputs))
 
-    def _do(self, action: Action, outputs: list[Any], listen: Listen | None) -> None:
+    def _do(self, action: Action, outputs: dict[int, Any], listen: Listen | None) -> None:
         kind, index, microbatch = action.kind, action.stage, action.microbatch
         if kind is ActionKind.FORWARD:
             ran = self._forward(index, microbatch)
@@ -216,7 +216,7 @@ class Engine:
                 if ran.loss is not None:
                     self._total.add(ran.loss)
                 if not self._training:
-                    outputs.append(ran.output)
+                    outputs[microbatch] = ran.output
         elif kind is ActionKind.SEND:
             self._send(action)
         elif kind is ActionKind.RECEIVE:

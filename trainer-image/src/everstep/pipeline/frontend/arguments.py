@@ -26,6 +26,7 @@ class Arguments:
 
     def __init__(self, module: Any) -> None:
         self._traced: dict[str, Any] | None = None
+        self._changed: frozenset[str] = frozenset()
         self._signature = inspect.signature(module.forward)
         kinds = {each.kind: name for name, each in self._signature.parameters.items()}
         self._rest = kinds.get(inspect.Parameter.VAR_KEYWORD)
@@ -72,8 +73,33 @@ class Arguments:
                 )
         return found
 
-    def traced_with(self, named: Mapping[str, Any]) -> None:
-        """Let `check` compare with these arguments from here on."""
+    def refuse_changed_targets(self, given: Any, targets: Any) -> None:
+        """Check that a forward which changes a batch in place changes nothing of what its loss is given.
+
+        Args:
+            given: A batch, as for `name`.
+            targets: Its targets.
+
+        Raises:
+            PipelineError: They are in the same memory: the loss would see the change in one process, and here it runs
+                on another.
+        """
+        if not self._changed or given is None:
+            return
+        named = self.name(given)
+        memory = {_get_address(each) for each in pytree.tree_leaves(targets) if isinstance(each, torch.Tensor)} - {0}
+        for name in sorted(self._changed):
+            for each in pytree.tree_leaves(named.get(name)):
+                if isinstance(each, torch.Tensor) and _get_address(each) in memory:
+                    raise PipelineError(
+                        f"forward changes its argument {name!r} in place, and the targets are in the same memory: in "
+                        "one process the loss would be given what forward made of them, in a pipeline what they were; "
+                        "give targets that are a copy (clone()), or let forward change nothing of its arguments"
+                    )
+
+    def traced_with(self, named: Mapping[str, Any], changed: Collection[str] = ()) -> None:
+        """Let `check` compare with these arguments from here on; `changed`: those that the forward changes in place."""
+        self._changed = frozenset(changed)
         empty = torch.empty(0, device="cpu")
         self._traced = {
             name: pytree.tree_map(lambda leaf: empty if isinstance(leaf, torch.Tensor) else leaf, value)
@@ -128,6 +154,10 @@ class Arguments:
         bound = inspect.BoundArguments(self._signature, own)
         rest = {name: value for name, value in named.items() if name not in self._signature.parameters}
         return module(*bound.args, **bound.kwargs, **rest)
+
+
+def _get_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
 
 
 def _can_bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
