@@ -173,7 +173,7 @@ def check_samples(
         with contextlib.suppress(RuntimeError, PipelineError):  # as of a model that is cut for training only
             meeting = find_mixing_nodes(node_modules(found), some, model) if isinstance(found, Traced) else []
         where = f"they meet in the model ({', '.join(meeting[:4]) or 'where is not known'})"
-    raise apart.error(where, "the loss" if loss is not None else "a sum of squares of what the model returns")
+    raise apart.error(where, has_loss=loss is not None)
 
 
 def _measure_rows(output: Any, samples: int) -> LossPart:
@@ -253,14 +253,20 @@ class _Difference:
     gradients: float
     alike: bool
 
-    def error(self, where: str, what: str = "the loss") -> PipelineError:
+    def error(self, where: str, *, has_loss: bool = True) -> PipelineError:
+        what = "the loss" if has_loss else "a sum of squares of what the model returns"
+        advice = (
+            "For a mean over tokens or weights, give (sum, count) or EngineOptions.loss_weight; where each sample is "
+            "compared with all others of a batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one "
+            "sample be all that are compared"
+            if has_loss
+            else "Take microbatches=1 and one replica, or give pipeline() the example's targets if the loss leaves out "
+            "what samples have to do with each other"
+        )
         return PipelineError(
             f"{what} of {self.samples} samples is {self.at_once:.4g} at once and {self.together:.4g} in {self.parts} "
             f"parts, and gradients differ by {self.gradients:.1%}, so micro-batches and replicas would train something "
-            f"else than the batch: {where}. For a mean over "
-            "tokens or weights, give (sum, count) or EngineOptions.loss_weight; where each sample is compared "
-            "with all others of a batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one sample be all "
-            "that are compared; PlanOptions(check=False) trains it as it is"
+            f"else than the batch: {where}. {advice}; PlanOptions(check=False) trains it as it is"
         )
 
 

@@ -93,7 +93,8 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
     request = terms.request
-    call_once(request.model, terms.example, request.engine.whole, terms.autocast)
+    if request.plan.check:
+        call_once(request.model, terms.example, request.engine.whole, terms.autocast)
     found = look_into(request.model, terms.example, request.plan.blocks, request.engine.whole, autocast=terms.autocast)
     if isinstance(found, Traced):
         refuse_half_regions(found.record, request.engine.precision)

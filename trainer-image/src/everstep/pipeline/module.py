@@ -221,8 +221,9 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         named: Any = None
         if self.reads.targets:
             try:
-                sizes = (len(each) for each in tensors_of([targets, batch]) if each.dim())
-                refuse_uncut_targets(targets, next(sizes, None))
+                if self.plan.microbatches > 1:
+                    sizes = (len(each) for each in tensors_of([targets, batch]) if each.dim())
+                    refuse_uncut_targets(targets, next(sizes, None))
                 self._arguments.refuse_changed_targets(batch, targets)
             except PipelineError as error:
                 return error, None

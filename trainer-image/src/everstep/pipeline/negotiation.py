@@ -143,7 +143,8 @@ def _find_terms(control: Control, request: PipelineRequest) -> PipelineTerms:
     example = arguments.name(request.example)
     position = find_place(control, example, layout.device, request.stages, layout.data_parallel, layout.placement)
     samples, replicas = batch_size(example, engine.whole), position.grid.replicas
-    refuse_uncut_targets(request.targets, samples)
+    if request.microbatches != 1:
+        refuse_uncut_targets(request.targets, samples)
     wish = Wish(
         ranks=position.grid.ranks,
         stages=request.stages,

@@ -27,6 +27,9 @@ _MANY = 10_000  # elements of a container that are compared at each step
 _NOT_PLAIN, _ABSENT = object(), object()
 
 
+_WITH_DATA = (torch.Tensor, nn.Parameter)  # and not those of a trace
+
+
 class _OfClass:
     """Stands for what a module has of its class: a method, until a script puts something in its place."""
 
@@ -48,8 +51,8 @@ class _HeldObject:
             return False
         one, two = self.held, other.held
         return one is two or (
-            isinstance(one, torch.Tensor)
-            and isinstance(two, torch.Tensor)
+            type(one) in _WITH_DATA
+            and type(two) in _WITH_DATA
             and "meta" not in (one.device.type, two.device.type)
             and (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
             and torch.equal(one, two)
