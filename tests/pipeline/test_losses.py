@@ -1,5 +1,5 @@
-"""What a loss may give: a count has no gradient, a step has something to differentiate; and tables that a model keeps
-beside its modules are those of its first call with data."""
+"""A loss gives counts without gradients, and something to differentiate; tables that a model keeps beside its modules
+are those of a call with data."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def _views(tensor: Any) -> list[bool]:
-    """Of all ways to put neighbouring dimensions together, whether each is a view, and whether it is contiguous."""
+    """Tell whether it is contiguous, and of each way to put neighbouring dimensions together whether it is a view."""
     found = [tensor.is_contiguous(), tensor.flatten().data_ptr() == tensor.data_ptr()]
     for first in range(tensor.dim()):
         for last in range(first + 1, tensor.dim()):

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, which its receiver keeps.
+"""The layout of a tensor in memory, which its receiver keeps.
 
 Whether `reshape`, `flatten` and `contiguous` copy follows from that, and so does what a change in place of their result
 changes. Of a tensor with gaps, as a slice of another, the gaps are made small: what can be viewed in which way stays.
