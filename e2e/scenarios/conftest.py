@@ -65,6 +65,8 @@ def gangs(cluster: Cluster) -> Iterator[str]:
 def namespace(cluster: Cluster) -> Iterator[str]:
     with cluster.namespace() as name:
         yield name
+    # What one scenario has done to pods shall not keep the next one's from a third of the cluster.
+    cluster.kubectl("delete", "configmap", "-n", deploy.SYSTEM, "everstep-node-failures", "--ignore-not-found")
 
 
 @pytest.fixture

@@ -149,6 +149,29 @@ def test_a_rank_and_a_pod_that_end_cost_the_steps_since_the_last_save(
     assert len([event for event in events if event["reason"] == "Restored"]) >= 4
 
 
+@needs_own_cluster
+@pytest.mark.timeout(300)
+def test_a_pod_that_is_told_to_stop_costs_no_step(cluster: Cluster, namespace: str, store: PodStore) -> None:
+    """A drain, or the shutdown of a node: the TERM of the leader's own pod is all that anybody hears, and no save is
+    due."""
+    name = "drained"
+    job = saving_job(name, store)
+    job["spec"]["checkpoint"]["everySteps"] = 10_000
+    cluster.apply(store.secret(), job, namespace=namespace)
+    trains = cluster.wait_job(namespace, name, lambda job: _trained(job) >= 5, 120, f"{name} has made five steps")
+    cluster.kubectl("delete", "pod", "-n", namespace, f"{name}-0", "--wait=false")
+    restored = wait_until_restored(cluster, namespace, name, trains)
+    assert restored["step"] >= 5
+    assert restored.get("lostSteps", 0) == 0
+    found = cluster.job(namespace, name)
+    assert found is not None
+    assert found["status"]["restarts"]["application"] == 0
+
+
+def _trained(job: Object) -> int:
+    return int((job.get("status", {}).get("progress") or {}).get("step") or 0)
+
+
 HANGS = """
 import os, threading, torch.distributed as dist, everstep
 dist.init_process_group('gloo')

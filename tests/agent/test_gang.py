@@ -327,7 +327,8 @@ async def test_a_leaving_node_tells_before_it_goes(tmp_path: Path) -> None:
         leader = leader_of(agents)
         await until(lambda: leader.phase == "running")
         await agents[1].node.leave(3.0)
-        assert agents[1].processes.stops == [3.0]
+        assert len(agents[1].processes.stops) == 1
+        assert 2 < agents[1].processes.stops[0] <= 3.0
         assert (agents[1].node.ended.result().result, agents[1].node.ended.result().exit_code) == ("left", 143)
         await until(lambda: leader.phase == "forming")
         assert leader.state()["generationHistory"][0]["cause"] == "Leaving"

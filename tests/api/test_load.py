@@ -55,7 +55,7 @@ def test_finds_every_mistake_in_the_order_of_the_file() -> None:
 
 def test_unknown_field_without_a_likeness_lists_the_known_ones() -> None:
     assert complaints(JOB + "  restart: {zzz: 1}\n")[0].endswith(
-        "(known fields: application, fencing, infrastructure, maxBackoff, window)"
+        "(known fields: application, fencing, infrastructure, maxBackoff, onExitCodes, resetAfter, window)"
     )
 
 

@@ -35,6 +35,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         watchNamespaces=["team-a", "team-b"],
         clusterDomain="corp.example",
         fenceTimeoutSeconds=60,
+        nodeFailureWindowSeconds=3600,
         nodeSilenceSeconds=30,
         nodeSignals=[{"taint": "corp.example/reclaim", "reason": "SpotInterruption", "seconds": 60}],
         jobPods={
@@ -51,6 +52,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         "watch_namespaces": ("team-a", "team-b"),
         "cluster_domain": "corp.example",
         "fence_timeout": 60,
+        "node_failure_window": 3600,
         "node_silence": 30,
         "node_signals": (NodeSignalSetting(taint="corp.example/reclaim", reason="SpotInterruption", seconds=60),),
         "allowed_service_accounts": ("s3-reader",),

@@ -252,6 +252,18 @@ def test_a_first_start_has_nothing_to_restore(everstep: Everstep, tmp_path: Path
     assert not (tmp_path / "back").exists()
 
 
+def test_a_program_that_starts_again_keeps_the_folder_that_it_left(everstep: Everstep, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("stored")
+    everstep("checkpoint", "publish", "model", "store", "--step", "1")
+    (tmp_path / "back").mkdir()
+    assert everstep("checkpoint", "restore", "store", "back", "--if-empty").returncode == 0
+    (tmp_path / "back" / "weights").write_text("newer")
+    done = everstep("checkpoint", "restore", "store", "back", "--if-any", "--if-empty")
+    assert (done.returncode, "left as it is" in done.stderr) == (0, True)
+    assert (tmp_path / "back" / "weights").read_text() == "newer"
+
+
 def test_damaged_is_not_taken_for_a_first_start(everstep: Everstep, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_bytes(bytes(9000))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from kubernetes import client, config
 from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.waiting import until
 from everstep.cli.cluster import GROUP, INDEX_LABEL, JOB_LABEL, VERSION
+from everstep_operator.plan.node_failures import NodeFailure
 from tests.cli.command import Done
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +77,22 @@ def kubeconfig() -> Iterator[Path]:
 def on_cluster(everstep_process: Everstep, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> Everstep:
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     return everstep_process
+
+
+def test_nodes_on_which_jobs_have_failed_are_listed_and_cleared(on_cluster: Everstep, kubeconfig: Path) -> None:
+    assert "No job has failed" in on_cluster("nodes", "-n", "default").stderr
+    told = [asdict(NodeFailure(f"1.{n}", "team-a", "digits", "PodLost", time.time() - 90)) for n in range(2)]
+    core: Any = client.CoreV1Api(config.new_client_from_config(str(kubeconfig)))
+    data = {"worker-1": json.dumps(told), "worker-2": json.dumps(told[:1])}
+    core.create_namespaced_config_map("default", {"metadata": {"name": "everstep-node-failures"}, "data": data})
+    done = on_cluster("nodes", "-n", "default")
+    (first, *_) = [line.split() for line in done.stdout.splitlines() if line.startswith("worker-1")]
+    assert first[1:5] == ["2", "team-a", "PodLost", "team-a/digits"]
+    done = on_cluster("nodes", "-n", "default", "--clear", "worker-1")
+    assert (done.returncode, "worker-1 is removed" in done.stdout) == (0, True)
+    assert "worker-1" not in on_cluster("nodes", "-n", "default").stdout
+    done = on_cluster("nodes", "-n", "default", "--clear", "worker-9")
+    assert (done.returncode, "nothing is on record of worker-9" in done.stderr) == (1, True)
 
 
 def test_status_tells_phase_and_failure(on_cluster: Everstep) -> None:

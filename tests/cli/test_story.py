@@ -47,6 +47,13 @@ def test_what_is_not_the_program_s_fault_is_free() -> None:
     assert story.allowance == 2
 
 
+def test_an_exit_code_that_is_ignored_is_free() -> None:
+    story = StateNarrator(allowed=3, ignored_codes=frozenset({75, 137}))
+    said = list(story.feed(state(ended("1.1", exitCode=75), ended("1.2", "OutOfMemory", exitCode=137))))
+    assert said[0].endswith("boom (not charged)")
+    assert story.allowance == 2
+
+
 def test_the_allowance_never_falls_below_nothing() -> None:
     story = StateNarrator(allowed=0)
     (sentence,) = story.feed(state(ended("1.1")))

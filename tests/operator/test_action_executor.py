@@ -94,6 +94,22 @@ async def actor(objects: Any) -> ActionExecutor:
     return ActionExecutor(objects, cache, leaders, AgentCode(b"code"), frozen, (KEY,))
 
 
+@pytest.mark.parametrize("change", [{"metadata": {"resourceVersion": "2"}}, {"spec": {"later": "new"}}])
+async def test_nothing_is_made_for_pods_of_a_job_that_is_not_as_it_was_observed(
+    actor: ActionExecutor, objects: Any, change: Any
+) -> None:
+    """The watch may be behind, or tell of the job as older CRDs have it: the same version reads differently now."""
+    observed = job().meta(resourceVersion="1").manifest()
+    actor.cache.jobs.put(observed)
+    now = {**observed, **{name: {**observed[name], **value} for name, value in change.items()}}
+    objects.there[("trainingjobs", JOB.name)] = now
+    built = job().build()
+    actions: list[Action] = [*of_template(built, 1), CreatePods((0,), 1, resolved(built, 1))]
+    with pytest.raises(errors.Conflict):
+        await actor.execute(dataclasses.replace(JOB, confirmed=False), actions)
+    assert list(objects.there) == [("trainingjobs", JOB.name)]
+
+
 async def test_a_strangers_secret_is_left_alone_whatever_is_lost(actor: ActionExecutor, objects: Any) -> None:
     """It may have the name of the template's ConfigMap, or one like the job's: its owner has never heard of us."""
     built = job().build()

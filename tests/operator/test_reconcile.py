@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.work_queue import WorkQueue
@@ -79,8 +81,9 @@ async def reconciler(server: Any) -> Reconciler:
     actor = ActionExecutor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",))
     gangs, clock = WaitingGangs(lambda _: None), CREATED.timestamp
     leases = NodeLeases(server, cache, queue.add, clock=clock, silence=0)
+    failures = NodeFailures(server, "everstep-system", window=86_400.0, clock=clock, count_nodes=lambda: 4)
     return Reconciler(
-        server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), leases, actor,
+        server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), leases, failures, actor,
         PlanSettings(operator_key=b"key", agent_digest=actor.agent.digest), (b"key",), clock,
     )  # fmt: skip
 
@@ -260,15 +263,43 @@ async def test_a_name_that_somebody_else_has_taken_raises_no_epoch(reconciler: R
 async def test_a_status_that_somebody_edits_again_and_again_is_put_back_and_told_once(
     reconciler: Reconciler, server: Any
 ) -> None:
-    reconciler.cache.jobs.put(job().nodes(2).meta(resourceVersion="10").manifest())
+    reconciler.cache.jobs.put(job().meta(resourceVersion="10").manifest())
     await reconciler.reconcile(KEY)
     right = server.statuses[-1]
     for version in range(20, 25):
-        edited = {**job().nodes(2).meta(resourceVersion=str(version)).manifest(), "status": {**right, "epoch": 0}}
+        edited = {**job().meta(resourceVersion=str(version)).manifest(), "status": {**right, "epoch": 0}}
         reconciler.cache.jobs.put(edited)
         await reconciler.reconcile(KEY)
         assert server.statuses[-1]["epoch"] == right["epoch"]
     assert len([event for event in server.events() if event["reason"] == "StatusRestored"]) == 1
+
+
+async def test_a_job_that_the_watch_has_told_of_under_older_crds_is_not_started(
+    reconciler: Reconciler, server: Any
+) -> None:
+    """A watch that began before newer CRDs goes on without their fields for a second, the event of a write included."""
+    apply_status = server.apply_status
+
+    async def apply_with_newer_crds(*arguments: Any) -> Any:
+        return with_later_field(await apply_status(*arguments))
+
+    def with_later_field(stored: Any) -> Any:
+        server.there[("trainingjobs", "digits")] = made = {**stored, "spec": {**stored["spec"], "later": "new"}}
+        return made
+
+    server.apply_status = apply_with_newer_crds
+    reconciler.cache.jobs.put(job().meta(resourceVersion="1").manifest())
+    assert await reconciler.reconcile(KEY) is None
+    for _ in range(2):
+        stored = server.there[("trainingjobs", "digits")]
+        spec = {name: value for name, value in stored["spec"].items() if name != "later"}
+        reconciler.cache.jobs.put({**stored, "spec": spec})  # as the old watch tells of the write
+        with contextlib.suppress(errors.Conflict):
+            await reconciler.reconcile(KEY)
+        assert await reconciler.reconcile(KEY) is None
+    assert [body["kind"] for body in server.created if body["kind"] != "Event"] == []
+    stalled = {condition["type"]: condition for condition in server.statuses[-1]["conditions"]}["Stalled"]
+    assert (stalled["status"], stalled["reason"]) == ("True", "UnknownFields")
 
 
 async def test_a_copy_of_pod_0_does_not_hide_the_leader(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.restart import ExitCodeAction
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import (
@@ -85,11 +86,12 @@ class Leader:
         self.history.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
         self.phase, self.members = "forming", ()
 
-    def left(self) -> int:
+    def left(self, find_action: Callable[[int | None], ExitCodeAction]) -> int:
         """Application restarts that are still allowed."""
         known = [e.id for e in self.history]
         after = known.index(self.charged) + 1 if self.charged in known else 0
-        return self.budget - sum(e.cause == "Application" for e in self.history[after:])
+        failed = [e for e in self.history[after:] if e.cause == "Application"]
+        return self.budget - sum(find_action(e.exit_code) is ExitCodeAction.RETRY for e in failed)
 
 
 class World:
@@ -121,6 +123,7 @@ class World:
         self.unclean: tuple[UncleanPod, ...] = ()
         self.mute: set[str] = set()  # UIDs of pods whose agents nobody hears
         self.sick_gpus: tuple[SickGpu, ...] = ()
+        self.avoided_nodes: tuple[str, ...] = ()  # on which jobs have failed before
         self.saves_in: float | None = 2.0  # seconds from a request to its commit; None: ranks do not save
         self.asked_for: list[tuple[str, float | None]] = []  # requests that reached a leader
         self.reported: ReportedCheckpoint | None = None  # by the leader
@@ -146,6 +149,7 @@ class World:
             nodes=declare_lost_nodes(
                 self.job, self.nodes, seen.values(), self.view(), frozen=frozen, settings=self.settings, now=self.now
             ),
+            avoided_nodes=self.avoided_nodes,
             silent_nodes=tuple(sorted(name for name, node in self.nodes.items() if node.silent_since is not None)),
         )
 
@@ -388,14 +392,16 @@ class World:
 
     # --- faults
 
-    def fail_rank(self, exit_code: int = 1) -> None:
+    def fail_rank(self, exit_code: int = 1, cause: str = "Application") -> None:
         leader = self.leader
         if leader is None or leader.phase != "running" or leader.outcome is not None:
             return
-        allowed = leader.left()
-        leader.end_generation("Application", self.now, index=0, rank=0, exit_code=exit_code, message="ValueError: no")
+        find_action = self.job.spec.restart.find_action
+        action = find_action(exit_code) if cause == "Application" else ExitCodeAction.RETRY
+        allowed = leader.left(find_action)
+        leader.end_generation(cause, self.now, index=0, rank=0, exit_code=exit_code, message="ValueError: no")
         self.broken += 1
-        if allowed <= 0:
+        if action is ExitCodeAction.FAIL or (action is ExitCodeAction.RETRY and allowed <= 0):
             self.end("failed", exit_code)
 
     def kill(self, index: int, *, reason: str = "Error", exit_code: int | None = 137) -> None:

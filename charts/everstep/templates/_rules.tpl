@@ -49,7 +49,7 @@ and never reads one.
   verbs: [get]
 {{- end -}}
 
-{{- /* In the operator's own namespace: its leader election, and the key from which job tokens are derived. */ -}}
+{{- /* In the operator's own namespace: its leader election, the key from which job tokens are derived, and a record. */ -}}
 {{- define "everstep.ownRules" -}}
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
@@ -57,4 +57,8 @@ and never reads one.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
+# The record of nodes on which jobs have failed.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [create, get, update]
 {{- end -}}

@@ -8,6 +8,7 @@ EVERSTEP_ALLOWED_PRIORITY_CLASSES: {{ join "," .Values.jobPods.allowedPriorityCl
 EVERSTEP_COPIED_LABELS: {{ join "," .Values.jobPods.copiedLabels | quote }}
 EVERSTEP_FENCE_TIMEOUT: {{ .Values.fenceTimeoutSeconds | quote }}
 EVERSTEP_NODE_SILENCE: {{ .Values.nodeSilenceSeconds | quote }}
+EVERSTEP_NODE_FAILURE_WINDOW: {{ .Values.nodeFailureWindowSeconds | quote }}
 EVERSTEP_NODE_SIGNALS: {{ toJson .Values.nodeSignals | quote }}
 EVERSTEP_KEY_SECRET: {{ .Values.operatorKey.secretName | quote }}
 EVERSTEP_LOG_LEVEL: {{ .Values.logging.level | quote }}

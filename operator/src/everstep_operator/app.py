@@ -33,6 +33,7 @@ from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.lease import LeaseLost, OperatorLease
 from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.cluster.resync import Resync
@@ -79,8 +80,13 @@ class Operator:
         self.leases = NodeLeases(
             client, self.cache, self.queue.add, clock=client.clock.now, silence=settings.node_silence
         )
+        self.node_failures = NodeFailures(
+            client, settings.pod_namespace, window=settings.node_failure_window, clock=client.clock.now,
+            count_nodes=lambda: len(self.cache.nodes),
+        )  # fmt: skip
         self.reconciler = Reconciler(
-            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, self.leases, actor,
+            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, self.leases,
+            self.node_failures, actor,
             make_plan_settings(settings, agent, operator_keys), operator_keys, client.clock.now,
         )  # fmt: skip
         self.watch = KopfWatch(
@@ -228,6 +234,7 @@ class Operator:
         metrics.queue_oldest_seconds.set(self.queue.oldest_wait())
         metrics.queue_longest_work_seconds.set(self.queue.longest_work())
         metrics.pods.set(len(self.cache.pods))
+        metrics.avoided_nodes.set(len(self.node_failures.list_avoided_by_all()))
         metrics.jobs_of_previous_keys.set(len(self.frozen.of_previous_keys))
         if self.resync.done_at is not None:
             metrics.resync_seconds.set(time.monotonic() - self.resync.done_at)

@@ -36,6 +36,8 @@ resync_seconds = Gauge("everstep_resync_age_seconds", "Since the last complete l
 resync_repairs = Counter(
     "everstep_resync_repairs_total", "Objects the watch had missed, found by listing", ["resource", "kind"]
 )
+node_failures = Counter("everstep_node_failures_total", "Failures of jobs that speak against their node", ["reason"])
+avoided_nodes = Gauge("everstep_avoided_nodes", "Nodes that new pods of some namespace avoid")
 leaders_polled = Gauge("everstep_leaders_polled", "Jobs whose leader is polled now")
 leader_polls = Counter("everstep_leader_polls_total", "Polls of leaders, by result", ["result"])
 is_leader = Gauge("everstep_operator_leader", "1 while this process holds the Lease")
@@ -44,7 +46,7 @@ is_leader = Gauge("everstep_operator_leader", "1 while this process holds the Le
 def record_status_change(before: TrainingJob, status: TrainingJobStatus, now: float) -> None:
     """Count what a status that has just been stored says anew."""
     old = before.status
-    for cause in ("application", "infrastructure", "preemption"):
+    for cause in ("application", "infrastructure", "preemption", "ignored"):
         restarts.labels(cause).inc(max(0, getattr(status.restarts, cause) - getattr(old.restarts, cause)))
     ran_before = any(transition.phase == Phase.RUNNING for transition in old.transitions)
     created = before.metadata.creation_timestamp

@@ -27,6 +27,7 @@ from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
+from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.undeclared_fields import UndeclaredFields
@@ -90,6 +91,7 @@ class Reconciler:
     gangs: WaitingGangs
     nodes: NodeDirectory
     leases: NodeLeases
+    node_failures: NodeFailures
     actor: ActionExecutor
     settings: PlanSettings
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
@@ -162,6 +164,10 @@ class Reconciler:
         """Make the plan. Nodes are not given back while an autoscaler makes more of them; it is asked only then, and
         its word kept."""
         made = make_plan(observed, self.clock())
+        if told := await self.node_failures.record(made.node_failures):
+            observed = replace(observed, avoided_nodes=await self.node_failures.list_avoided(key[0]))
+            made = make_plan(observed, self.clock())
+            made = replace(made, events=(*made.events, *told))
         pod = pod_creation.find_pod_to_scale_up(observed, made)
         if pod is None:
             return made
@@ -250,6 +256,7 @@ class Reconciler:
             status_written_at=memory.status_written_at,
             nodes=await self._find_nodes(job, pods, leader, frozen),
             silent_nodes=self.leases.list_silent_nodes(),
+            avoided_nodes=await self.node_failures.list_avoided(key[0]),
             places=self.count_places(key, job),
             scale_up_at=memory.scale_up_at,
         )
@@ -304,8 +311,8 @@ class Reconciler:
     # --- write
 
     async def _write_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> TrainingJob | None:
-        """Return the job as stored, or None if it has changed or gone: then the next pass begins with what it is
-        now."""
+        """Return the job as stored, or None if it has changed, has gone or reads differently: then the next pass begins
+        with what it is now."""
         try:
             with self.cache.writing_status(key):
                 stored = await self._store_status(key, job, status)
@@ -316,6 +323,11 @@ class Reconciler:
         memory.status_written_at, memory.status = self.clock(), written.status
         memory.kept = self._undeclared.keep(status)
         metrics.record_status_change(job, written.status, self.clock())
+        if (written.spec, written.unknown_fields) != (job.spec, job.unknown_fields):
+            # Nobody has edited it, but the CRDs: a watch that began before them goes on for a second as it was, and
+            # tells of jobs without their new fields.
+            self.queue.add(key)
+            return None
         return self._add_kept_fields(key, written)
 
     def _add_kept_fields(self, key: Key, job: TrainingJob) -> TrainingJob:

@@ -86,6 +86,10 @@ class OperatorSettings(BaseModel):
     the node is taken for dead and its pods are replaced; at least three eighths of the Lease's duration. 0: only a
     removed Node object is."""
 
+    node_failure_window: float = Field(86_400.0, ge=0, le=30 * 86_400)
+    """How long a failure of a job counts against its node. Nodes with two of them, or one of a device, are avoided by
+    new pods. 0: no node is ever avoided."""
+
     node_signals: Annotated[tuple[NodeSignalSetting, ...], BeforeValidator(_decode_json)] = ()
     """Further signals of Nodes that go away or are in trouble, as a JSON list; see `NodeSignalSetting`."""
 

@@ -12,10 +12,12 @@ from everstep_operator.api.rules import Rule
 from everstep_operator.api.scalars import (
     DURATION,
     DnsName,
+    Duration,
     Pattern,
     Quantity,
     Whole,
     duration_seconds_cel,
+    limit_duration,
     parse_duration,
 )
 
@@ -69,6 +71,22 @@ class CheckpointVolume(ApiModel):
     )
 
 
+class FolderPublishing(ApiModel):
+    """Says how files that the program writes into `/opt/ml/checkpoints` in its own way come into the store: they are
+    published whole, in the background, and restored before the first rank starts."""
+
+    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Image of the containers that restore and publish, with `python3` and the package `everstep[checkpoint,s3]`.
+    Absent: the trainer's."""
+    marker: Annotated[str, Pattern("^[!-.0-~]+$", 255)] | None = None
+    """Name of the file that the program writes last. Absent: the folder is complete after `quiet`."""
+    quiet: Annotated[Duration, limit_duration("1s", "1h")] = timedelta(seconds=5)
+    """Time without a change after which the folder is complete."""
+    each: Annotated[str, Pattern("^[!-.0-~]+$", 255)] | None = None
+    """Pattern of folders that are published one by one, such as `checkpoint-*`; their names end with the step. Absent:
+    the folder is published as a whole."""
+
+
 class CheckpointPolicy(ApiModel):
     """Says where checkpoints are kept and how often they are saved. `everstep.checkpointer()` takes it from here; what
     a program gives as an argument counts instead."""
@@ -79,6 +97,9 @@ class CheckpointPolicy(ApiModel):
     """A Secret whose keys become environment variables of the trainer, such as `AWS_ACCESS_KEY_ID`."""
     volume: CheckpointVolume | None = None
     """A volume that is mounted at `/opt/ml/checkpoints`."""
+    folder: FolderPublishing | None = None
+    """For programs that only write files into `/opt/ml/checkpoints`, without everstep's library. Pod 0 publishes them
+    into the store, and all pods begin with them."""
     every: (
         Annotated[
             str,
@@ -110,6 +131,18 @@ class CheckpointPolicy(ApiModel):
             "store is a URL: remove it and checkpoints are kept in the volume, or remove volume",
             lambda value: value.store is None or value.volume is None or value.store.startswith("/"),
             ".store",
+        ),
+        Rule(
+            "!has(self.folder) || has(self.store) && !self.store.startsWith('/')",
+            "folder needs a store that is a URL, such as s3://bucket/run",
+            lambda value: value.folder is None or (value.store is not None and not value.store.startswith("/")),
+            ".folder",
+        ),
+        Rule(
+            "!has(self.folder) || !has(self.every) && !has(self.everySteps) && !has(self.memory)",
+            "with folder the program decides when it saves: remove every, everySteps and memory",
+            lambda value: value.folder is None or (value.every, value.every_steps, value.memory) == (None,) * 3,
+            ".folder",
         ),
     )
 

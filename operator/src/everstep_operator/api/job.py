@@ -19,6 +19,7 @@ from everstep_operator.api.checkpoint import CheckpointPolicy
 from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.newer import StoredResource
 from everstep_operator.api.podtemplate import PodTemplate
+from everstep_operator.api.restart import RestartPolicy
 from everstep_operator.api.rules import Rule, UpdateRule
 from everstep_operator.api.scalars import (
     Argument,
@@ -178,21 +179,6 @@ class PoolChoice(ApiModel):
     """How long to wait for capacity in this pool before the next one is tried; ignored for the last pool."""
 
 
-class RestartPolicy(ApiModel):
-    """Limits how often the job may be restarted. Pre-emption is never charged."""
-
-    application: Annotated[int, Field(ge=0, le=1000), Whole] = 3
-    """Restarts within `window` that failures of the program may cause."""
-    infrastructure: Annotated[int, Field(ge=0, le=1000), Whole] = 20
-    """Restarts within `window` that lost pods and nodes may cause."""
-    window: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=1)
-    """The period over which restarts are counted."""
-    fencing: Literal["checkpoint", "strict"] = "checkpoint"
-    """Stops ranks without a connection to the leader from publishing checkpoints, or with `strict` from running."""
-    max_backoff: Annotated[Duration, limit_duration("0s", "1h")] = timedelta(minutes=1)
-    """Longest pause before a restart after repeated failures of the program; `0s` disables pauses."""
-
-
 class Timeouts(ApiModel):
     """Sets the times after which the operator fails the job."""
 
@@ -209,8 +195,8 @@ class Timeouts(ApiModel):
 
 _FIXED_FIELDS = (
     "image", "imagePullPolicy", "command", "args", "env", "hyperparameters", "numNodes", "numProcPerNode", "resources",
-    "distribution", "pools", "checkpoint", "restart.fencing", "restart.maxBackoff", "timeouts.hang", "securityProfile",
-    "podTemplate",
+    "distribution", "pools", "checkpoint", "restart.fencing", "restart.maxBackoff", "restart.onExitCodes",
+    "timeouts.hang", "securityProfile", "podTemplate",
 )  # fmt: skip
 """What the pods are built from. The rest is judged by the operator at every moment and may change at any."""
 _IN_ANY_ORDER = frozenset({"containers", "volumes"})

@@ -119,6 +119,10 @@ class Reason(StrEnum):
 
     # Failures of the program
     APPLICATION_ERROR = "ApplicationError", "A rank exited with a code other than 0."
+    FATAL_EXIT_CODE = (
+        "FatalExitCode",
+        "A rank exited with a code for which restart.onExitCodes says Fail: the job is not restarted.",
+    )
     OUT_OF_MEMORY = (
         "OutOfMemory",
         "A rank or its container was killed for memory; raise resources.limits.memory or use less.",
@@ -141,6 +145,7 @@ class Reason(StrEnum):
         "stay until some of the nodes are heard again; delete those pods if the machines are dead.",
     )
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
+    NODE_AVOIDED = "NodeAvoided", "Jobs have failed on a node, and new pods avoid it for a while."
     GPU_UNHEALTHY = "GpuUnhealthy", "A GPU under the job's pods has a problem; the job continues while its ranks run."
     NODE_UNHEALTHY = (
         "NodeUnhealthy",

@@ -43,11 +43,12 @@ class Phase(StrEnum):
 
 
 class Cause(StrEnum):
-    """Names the budget that pays for a restart: each cause has a budget of its own; pre-emption is free."""
+    """Names what pays for a restart: failures of the program and lost pods have a budget each, the others are free."""
 
     APPLICATION = "Application"
     INFRASTRUCTURE = "Infrastructure"
     PREEMPTION = "Preemption"
+    IGNORED = "Ignored"
 
 
 class ConditionType(StrEnum):
@@ -149,6 +150,10 @@ class Charge(StatusModel):
     """When the generation ended."""
     count: Annotated[int, Field(ge=1), Whole] = 1
     """Number of charges of this cause in this entry: a full list merges the oldest ones."""
+    reason: str | None = Field(default=None, max_length=64)
+    """Why the generation ended."""
+    node: str | None = Field(default=None, max_length=253)
+    """The node of the pod that failed or was lost."""
 
     @property
     def token(self) -> tuple[int, int]:
@@ -168,6 +173,14 @@ class Restarts(StatusModel):
     """Restarts charged to lost pods and nodes."""
     preemption: Count = 0
     """Restarts after pre-emption, which no budget pays."""
+    ignored: Count = 0
+    """Restarts after exit codes for which `restart.onExitCodes` says `Ignore`, which no budget pays."""
+    trained_step: Count | None = None
+    """The farthest step that was made before the newest restart; kept where `restart.resetAfter` is set."""
+    progress_since: Time | None = None
+    """When the job first went beyond `trainedStep`."""
+    reset_at: Time | None = None
+    """Restarts until then do not count any more: the job made progress for `restart.resetAfter` after them."""
     charges: Annotated[list[Charge], Field(max_length=MAX_CHARGES), ListMap("id", lambda charge: charge.id)] = Field(
         default_factory=list
     )
@@ -196,16 +209,19 @@ class Restarts(StatusModel):
         return sum(charge.count for charge in self.charges if charge.cause == cause and charge.time > since)
 
 
+_PAID_CAUSES = (Cause.APPLICATION, Cause.INFRASTRUCTURE)
+
+
 def _limit_charges(charges: list[Charge]) -> list[Charge]:
     if len(charges) <= MAX_CHARGES:
         return charges
-    # Pre-emptions are folded first: no budget asks when they happened. Then those of the cause whose two oldest are
+    # What no budget pays is folded first: nobody asks when it happened. Then those of the cause whose two oldest are
     # longer ago: what is folded bears the younger time, and must not be counted as new.
     places = {cause: [number for number, charge in enumerate(charges) if charge.cause == cause] for cause in Cause}
     several = [cause for cause, numbers in places.items() if len(numbers) >= 2]
     if not several:
         return charges
-    cause = min(several, key=lambda each: (each is not Cause.PREEMPTION, places[each][1]))
+    cause = min(several, key=lambda each: (each in _PAID_CAUSES, places[each][1]))
     old, next_oldest = (charges[number] for number in places[cause][:2])
     folded = next_oldest.model_copy(update={"count": old.count + next_oldest.count})
     return [folded if charge is next_oldest else charge for charge in charges if charge is not old]

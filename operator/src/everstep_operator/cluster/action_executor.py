@@ -84,6 +84,8 @@ class ActionExecutor:
             was put off.
         """
         again: float | None = None
+        if not job.confirmed and any(isinstance(action, act.CreatePods) for action in actions):
+            await self._confirm_job(job)
         for action in actions:
             log.debug("acting", job=f"{job.namespace}/{job.name}", action=type(action).__name__)
             try:
@@ -102,6 +104,19 @@ class ActionExecutor:
                     raise
                 return Rejection(action, "Webhook", error.message), again
         return None, again
+
+    async def _confirm_job(self, job: JobRef) -> None:
+        """Read the job once more before pods are created for it, and before what they mount is.
+
+        From a cache that has missed a delete or a suspend we would start ranks that nobody wants any more, and one that
+        was told of the job under older CRDs lacks the fields that newer ones have given it.
+
+        Raises:
+            errors.Conflict: The job is another one than was observed.
+        """
+        live = await self.client.get(JOBS, job.namespace, job.name)
+        if self.cache.jobs.put(live) or live["metadata"]["resourceVersion"] != job.version:
+            raise errors.Conflict(409, "Stale", "the job has changed since it was observed")
 
     async def _execute_action(self, job: JobRef, action: act.Action) -> bool:
         """Execute one action. Return False if it has to be tried again soon, though nothing is wrong."""
@@ -235,17 +250,11 @@ class ActionExecutor:
             await self.client.create(PODS, job.namespace, dict(action.body), dry_run=True)
 
     async def _create_pods(self, job: JobRef, action: act.CreatePods) -> None:
-        if not job.confirmed:
-            # From a cache that has missed a delete or a suspend we would start ranks that nobody wants any more.
-            live = await self.client.get(JOBS, job.namespace, job.name)
-            self.cache.jobs.put(live)
-            if live["metadata"]["resourceVersion"] != job.version:
-                raise errors.Conflict(409, "Stale", "the job has changed since it was observed")
         await self._run_in_parallel(job, (self._create_pod(job, action, index) for index in action.indices))
 
     async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int) -> None:
         made, is_new = await self._ensure(
-            PODS, job, build_pod(action.frozen, index, action.epoch, action.leader, action.avoid)
+            PODS, job, build_pod(action.frozen, index, action.epoch, action.leader, action.avoid, action.shun)
         )
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
         name = made["metadata"]["name"]

@@ -35,6 +35,7 @@ USED_PERMISSIONS: frozenset[Permission] = frozenset(
         *_make_permissions("node-leases", "coordination.k8s.io", "leases", "get"),
         *_make_permissions("own", "coordination.k8s.io", "leases", "create", "get", "update"),
         *_make_permissions("own", "", "secrets", "create"),
+        *_make_permissions("own", "", "configmaps", "create", "get", "update"),
     ]
 )
 

@@ -13,11 +13,12 @@ The contract (001, "Order in a reconcile"):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.node_failures import NodeFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class CreatePods:
     epoch: int
     frozen: FrozenTemplate
     leader: str = ""  # ip:port of the leader that already runs, for them to announce themselves to
-    avoid: tuple[str, ...] = ()  # names of silent nodes, which the scheduler may still take for Ready
+    avoid: tuple[str, ...] = ()  # names of nodes on which they must not be
+    shun: tuple[str, ...] = ()  # and of those on which they are only if nothing else is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +185,4 @@ class JobPlan:
     # until its pod is gone.
     holds_leader: bool = False
     suspects: frozenset[str] = frozenset()  # nodes that may be dead: their Leases are to be read
+    node_failures: Mapping[str, NodeFailure] = field(default_factory=dict)  # that this plan learns of, by node

@@ -62,9 +62,8 @@ def exclude_nodes(affinity: Mapping[str, Any], names: Sequence[str]) -> dict[str
     node = _as_mapping(affinity.get("nodeAffinity"))
     required = _as_mapping(node.get("requiredDuringSchedulingIgnoredDuringExecution"))
     own = _as_mappings(required.get("nodeSelectorTerms"))
-    # Terms are alternatives, so each has to exclude them (an empty one matches no node, and shall not match any); a
-    # requirement on a field takes one value.
-    excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in names]
+    # Terms are alternatives, so each has to exclude them (an empty one matches no node, and shall not match any).
+    excluded = _exclude_by_name(names)
     terms = [
         {**term, "matchFields": [*(term.get("matchFields") or ()), *excluded]}
         for term in own
@@ -76,6 +75,24 @@ def exclude_nodes(affinity: Mapping[str, Any], names: Sequence[str]) -> dict[str
         terms = [{}]
     required = {**required, "nodeSelectorTerms": terms}
     return {**affinity, "nodeAffinity": {**node, "requiredDuringSchedulingIgnoredDuringExecution": required}}
+
+
+def prefer_other_nodes(affinity: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a pod's affinity with a preference for other nodes than these, whatever else it prefers.
+
+    Args:
+        affinity: The `affinity` of the pod; empty if it has none.
+        names: Names of the nodes.
+    """
+    node = _as_mapping(affinity.get("nodeAffinity"))
+    own = _as_mappings(node.get("preferredDuringSchedulingIgnoredDuringExecution"))
+    preferred = [*own, {"weight": 100, "preference": {"matchFields": _exclude_by_name(names)}}]
+    return {**affinity, "nodeAffinity": {**node, "preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+
+
+def _exclude_by_name(names: Sequence[str]) -> list[dict[str, Any]]:
+    # A requirement on a field takes one value.
+    return [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in names]
 
 
 def list_excluded_nodes(spec: Mapping[str, Any]) -> frozenset[str]:

@@ -42,6 +42,7 @@ def build_job_config(
         "restart": {
             "application": spec.restart.application,
             "maxBackoffSeconds": int(spec.restart.max_backoff.total_seconds()),
+            "onExitCodes": [{"codes": rule.codes, "action": rule.action.value} for rule in spec.restart.on_exit_codes],
         },
         "fencing": spec.restart.fencing,
         "hangTimeoutSeconds": spec.timeouts.hang.total_seconds() if spec.timeouts.hang is not None else 0,

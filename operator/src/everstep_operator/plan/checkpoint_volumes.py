@@ -77,6 +77,11 @@ def find_missing_store(job: TrainingJob, spec: Mapping[str, Any], trainer: Mappi
         trainer: The container of the ranks.
     """
     policy = job.spec.checkpoint
+    if policy is not None and policy.folder is not None:
+        return (
+            f"spec.checkpoint.folder of the job {job.metadata.name} says that its program writes files of its own: "
+            "remove it, or give everstep.checkpointer() another store"
+        )
     if job.spec.num_nodes == 1 or (policy is not None and policy.store is not None):
         return None
     mounts = {normalize_mount_path(m.get("mountPath") or "/"): m.get("name") for m in trainer.get("volumeMounts") or ()}

@@ -47,7 +47,8 @@ def _find_leader_outcome(s: PlanContext) -> JobOutcome | None:
     if entry is not None:
         pod = s.current.get(entry.index) if entry.index is not None else None
         failure = restart_budget.make_entry_failure(entry, reason, pod.node if pod is not None else None)
-    return _make_failed_outcome(s, reason, outcome.message or (entry.message if entry else ""), failure)
+    status = entry.exit_code if entry is not None else None
+    return _make_failed_outcome(s, reason, outcome.message or (entry.message if entry else ""), failure, status)
 
 
 def _find_termination_outcome(s: PlanContext) -> JobOutcome | None:
@@ -65,7 +66,8 @@ def _find_termination_outcome(s: PlanContext) -> JobOutcome | None:
         if word.result == "succeeded":
             return JobOutcome(Phase.SUCCEEDED, Reason.COMPLETED, "all ranks ended with exit code 0")
         reason = Reason.OUT_OF_MEMORY if pod_replacement.is_out_of_memory(pod) else Reason.APPLICATION_ERROR
-        return _make_failed_outcome(s, reason, word.message, restart_budget.make_pod_failure(pod, reason))
+        failure = restart_budget.make_pod_failure(pod, reason)
+        return _make_failed_outcome(s, reason, word.message, failure, failure.exit_code)
     return None
 
 
@@ -81,7 +83,12 @@ def _has_succeeded(pod: PodView) -> bool:
     return pod.ended is not None and pod.ended.exit_code == 0
 
 
-def _make_failed_outcome(s: PlanContext, reason: Reason, message: str, failure: LastFailure | None) -> JobOutcome:
+def _make_failed_outcome(
+    s: PlanContext, reason: Reason, message: str, failure: LastFailure | None, exit_status: int | None
+) -> JobOutcome:
+    if (fatal := restart_budget.find_fatal_exit(s, reason, exit_status)) is not None:
+        fatal_reason, said = fatal
+        return JobOutcome(Phase.FAILED, fatal_reason, f"{said}: {message}" if message else said, failure)
     if s.spec.restart.application > 0:
         # The leader restarts as long as it is allowed to: that it gave up says the allowance is spent.
         return JobOutcome(

@@ -9,16 +9,21 @@ the end of its pods. They are lost, and their objects are deleted by force so th
 from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import Disruption
+from everstep_operator.api.status import Disruption, Restarts
 from everstep_operator.plan import node_notices
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.agent_config import RESTART_GRACE, find_fence_timeout
+from everstep_operator.plan.node_failures import NodeFailure
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 
 # After an agent has fenced itself: its ranks have `RESTART_GRACE` to end, and the agent some seconds to kill the rest.
 _DYING = RESTART_GRACE + 5.0
+# Losses that speak against the machine. An eviction, a preemption or a deletion is somebody's decision.
+NODE_REASONS = frozenset(
+    {Reason.POD_LOST, Reason.NODE_LOST, Reason.CONTAINER_KILLED, Reason.UNCLEAN_NODE, Reason.FENCED}
+)
 
 
 def find_node_trouble(s: PlanContext, disruption: Disruption | None = None) -> tuple[Reason, str] | None:
@@ -97,3 +102,32 @@ def _judge_node(node: NodeView, disruption: Disruption | None) -> tuple[int, Rea
         source = signal.source if signal is not None else "its Node object is being deleted"
         return 4, Reason.NODE_DRAINING, f"which is being drained ({source})"
     return (5, signal.reason, f"which is in trouble ({signal.source})") if signal is not None else None
+
+
+def find_node_failures(s: PlanContext, restarts: Restarts) -> dict[str, NodeFailure]:
+    """Return the failures that this plan learns of, by node.
+
+    Args:
+        s: The job.
+        restarts: Those on record with what this plan charges.
+    """
+    found: dict[str, NodeFailure] = {}
+    meta, now = s.job.metadata, s.now
+    known = s.status.restarts.last.token if s.status.restarts.last is not None else (0, 0)
+    for charge in restarts.charges:
+        if charge.token > known and charge.node and charge.reason in NODE_REASONS:
+            found[charge.node] = NodeFailure(
+                f"{meta.uid}/{charge.id}", meta.namespace or "", meta.name, charge.reason, now
+            )
+    sick = {gpu.index for gpu in s.leader.sick_gpus} if s.leader is not None else set()
+    seen = {
+        name
+        for name, node in s.observed.nodes.items()
+        if node.signal is not None and node.signal.reason is Reason.GPU_UNHEALTHY
+    }
+    for pod in s.current.values() if sick or seen else ():
+        witnessed = pod.node in seen
+        if pod.node and pod.ended is None and (witnessed or pod.index in sick):
+            name, said = f"{pod.uid}/gpu{'-node' if witnessed else ''}", Reason.GPU_UNHEALTHY.value
+            found[pod.node] = NodeFailure(name, meta.namespace or "", meta.name, said, now, True, witnessed)
+    return found

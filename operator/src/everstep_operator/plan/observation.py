@@ -217,6 +217,7 @@ class Observation:
     status_written_at: float | None = None  # of the observed status; None: unknown, long ago
     nodes: Mapping[str, NodeView] = field(default_factory=dict)  # those under the pods, as far as they are known
     silent_nodes: tuple[str, ...] = ()  # of any job; the scheduler may take them for Ready for a minute
+    avoided_nodes: tuple[str, ...] = ()  # on which jobs have failed before
     places: int | None = None  # pods of the set that today's nodes could hold, up to those wanted; None: unknown
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
 

@@ -73,6 +73,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         poll=_make_poll(s, account, decision),
         holds_leader=_is_head_dead(s) and not decision.phase.finished,
         suspects=suspects,
+        node_failures=node_trouble.find_node_failures(s, account.restarts),
     )
 
 

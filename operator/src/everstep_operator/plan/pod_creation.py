@@ -247,8 +247,11 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     key = find_key((template.secret_name_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
     actions.append(EnsureTemplate(name, t, template.build_config_map(job, frozen, key)))
     leader = _find_leader_address(s, chosen, epoch)
-    avoided = tuple(sorted({*s.observed.silent_nodes, *node_notices.list_left_nodes(s)}))[:MAX_AVOIDED]
-    actions.append(CreatePods(chosen, epoch, frozen, leader, avoided))
+    leaving = sorted({*s.observed.silent_nodes, *node_notices.list_left_nodes(s)})
+    bad = tuple(name for name in s.observed.avoided_nodes if name not in leaving)
+    firm = bad if pod_replacement.is_choosy(s) else ()
+    shunned = bad if not firm else ()
+    actions.append(CreatePods(chosen, epoch, frozen, leader, (*leaving, *firm)[:MAX_AVOIDED], shunned[:MAX_AVOIDED]))
     return actions
 
 

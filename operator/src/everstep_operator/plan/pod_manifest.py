@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep_operator.plan import plain_mode
-from everstep_operator.plan.affinity import exclude_nodes
+from everstep_operator.plan.affinity import exclude_nodes, prefer_other_nodes
+from everstep_operator.plan.folder_publisher import select_folder_containers
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import EPOCH_VARIABLE, TRAINER_CONTAINER
@@ -33,7 +34,12 @@ def make_template_name(job: str, epoch: int) -> str:
 
 
 def build_pod(
-    frozen: FrozenTemplate, index: int, epoch: int, leader: str = "", avoid: Sequence[str] = ()
+    frozen: FrozenTemplate,
+    index: int,
+    epoch: int,
+    leader: str = "",
+    avoid: Sequence[str] = (),
+    shun: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the pod to POST. It shares objects with `frozen`: read it, do not change it.
 
@@ -43,6 +49,7 @@ def build_pod(
         epoch: The epoch in which it is made.
         leader: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
         avoid: Names of nodes on which it must not be.
+        shun: Names of nodes on which it is only if nothing else is free.
     """
     about = frozen.job["job"]
     name: str = about["name"]
@@ -71,8 +78,12 @@ def build_pod(
         )
     else:
         body["spec"]["containers"] = _replace_environment(frozen, lambda env: _add_variables(env, index, epoch, leader))
+    if extra := frozen.pod["spec"].get("initContainers"):
+        body["spec"]["initContainers"] = select_folder_containers(extra, index, epoch)
     if avoid:
         body["spec"]["affinity"] = exclude_nodes(body["spec"].get("affinity") or {}, avoid)
+    if shun:
+        body["spec"]["affinity"] = prefer_other_nodes(body["spec"].get("affinity") or {}, shun)
     if annotations:
         body["metadata"]["annotations"] = annotations
     return body

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Phase
 from everstep_operator.plan import start_failures
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.affinity import list_excluded_nodes
@@ -25,6 +26,8 @@ EVIDENCE_SECONDS = 5.0
 DEATH_KNOWN_SECONDS = 60.0
 # How often it is asked whether a node is back that pods without a node were kept from.
 BACK_SECONDS = 10.0
+CHOOSY_SECONDS = 120.0  # of waiting for other nodes than those on which jobs have failed
+_WAITING_PHASES = frozenset({Phase.PENDING, Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING})
 
 
 def list_missing_indices(s: PlanContext) -> tuple[int, ...]:
@@ -87,9 +90,16 @@ def list_pods_to_place_anew(s: PlanContext) -> tuple[list[PodView], float | None
     return back, s.now + BACK_SECONDS if len(back) < len(waiting) else None
 
 
+def is_choosy(s: PlanContext) -> bool:
+    """Return whether pods rather wait than run where jobs have failed before. For long, a bad node is better."""
+    return s.now < s.since(_WAITING_PHASES) + CHOOSY_SECONDS
+
+
 def _is_back(s: PlanContext, name: str) -> bool:
     node = s.observed.nodes.get(name)
     if node is None or not node.ready or node.gone_since is not None or name in s.observed.silent_nodes:
+        return False
+    if name in s.observed.avoided_nodes and is_choosy(s):
         return False
     return node.signal is None or not node.signal.leaves
 

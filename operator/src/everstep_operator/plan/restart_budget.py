@@ -8,8 +8,10 @@ the same kind of id, so that whatever both know of is charged by the one who com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from everstep_operator.api.reasons import Reason
+from everstep_operator.api.restart import ExitCodeAction
 from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
 from everstep_operator.plan import node_trouble, pod_replacement
 from everstep_operator.plan.decision import parse_reason
@@ -53,7 +55,7 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
     """Charge the generations that ended since the last pass. `over`: the job has an outcome, so that a pod's end is no
     loss."""
     restarts = before = s.status.restarts  # `before` the newest charge
-    failure, retry_at = None, None
+    failure, retry_at, fatal = None, None, None
     generation = min(s.status.generation, MAX_ORDINAL)  # an older version stored what a leader made up
     head = s.head
     if s.leader is not None or over:
@@ -69,15 +71,20 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
                 # Charges are in the order of generations: the later ones wait with this one.
                 retry_at = (entry.ended_at or s.now) + _find_fate_wait(s, entry)
                 break
-            before, restarts = restarts, _add_charge(s, restarts, entry.id, reason)
             failure = _make_failure(s, entry, reason)
+            before, restarts = restarts, _add_charge(s, restarts, entry.id, reason, failure.node, entry.exit_code)
+            fatal = find_fatal_exit(s, reason, entry.exit_code)
+            if fatal is not None:
+                break
         generation = _last_run_generation(s, s.leader) if s.leader is not None else generation
     elif s.plain and (broken := _find_plain_loss(s)) is not None:
         epoch, pod = broken
         if not restarts.last or restarts.last.token < (epoch, 1):
             reason = Reason.APPLICATION_ERROR if _has_failed_itself(pod) else pod_replacement.explain_pod_loss(s, pod)
-            before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason)
+            status = pod.ended.exit_code if pod is not None and pod.ended is not None else None
             failure = make_pod_failure(pod, reason)
+            before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason, failure.node, status)
+            fatal = find_fatal_exit(s, reason, status)
     if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
         dead = head is None or not (head.live or node_trouble.may_come_back(s, head))
         # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
@@ -88,12 +95,16 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
         newest = restarts.last.token if restarts.last is not None else (0, 0)
         if known and (dead or loss is not None) and newest < (s.status.epoch, generation):
             reason = pod_replacement.explain_pod_loss(s, loss)
-            before, restarts = restarts, _add_charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
             failure = make_pod_failure(loss, reason)
-    exhausted = _find_exhausted_budget(s, restarts)
+            before, restarts = (
+                restarts,
+                _add_charge(s, restarts, f"{s.status.epoch}.{generation}", reason, failure.node),
+            )
+    exhausted = fatal or _find_exhausted_budget(s, restarts)
     if exhausted is not None:
         # What found the budget empty ends the job: no restart came of it, so none is counted.
         restarts = before
+    restarts = _note_progress(s, restarts)
     return RestartBudget(restarts, generation, failure, exhausted, retry_at)
 
 
@@ -109,8 +120,52 @@ def _list_ended_generations(s: PlanContext, over: bool) -> list[ReportedGenerati
 
 def count_remaining_restarts(s: PlanContext, restarts: Restarts) -> int:
     """Return the application restarts left after the newest charge: what the leader may still do on its own."""
-    since = to_utc(s.now - s.spec.restart.window.total_seconds())
-    return max(0, s.spec.restart.application - restarts.within(Cause.APPLICATION, since))
+    return max(0, s.spec.restart.application - restarts.within(Cause.APPLICATION, _find_count_start(s, restarts)))
+
+
+def find_fatal_exit(s: PlanContext, reason: Reason, exit_status: int | None) -> tuple[Reason, str] | None:
+    """Return why the job fails at once after this exit of its program, or None.
+
+    Args:
+        s: What the plan is made from.
+        reason: Why the generation has ended.
+        exit_status: The exit code, or 128 and the number of the signal.
+    """
+    if _find_action(s, reason, exit_status) is not ExitCodeAction.FAIL:
+        return None
+    return Reason.FATAL_EXIT_CODE, f"a rank exited with code {exit_status}, for which restart.onExitCodes says Fail"
+
+
+def _find_action(s: PlanContext, reason: Reason, exit_status: int | None) -> ExitCodeAction:
+    if reason is not Reason.APPLICATION_ERROR:
+        return ExitCodeAction.RETRY  # a kill for memory has an exit code too
+    return s.spec.restart.find_action(exit_status)
+
+
+def _find_count_start(s: PlanContext, restarts: Restarts) -> datetime:
+    """Return the time after which restarts count."""
+    starts = [to_utc(s.now - s.spec.restart.window.total_seconds())]
+    if s.spec.restart.reset_after is not None:
+        starts += [time for time in (restarts.reset_at, _find_reset(s, restarts)) if time is not None]
+    return max(starts)
+
+
+def _find_reset(s: PlanContext, restarts: Restarts) -> datetime | None:
+    """Return the beginning of the progress that has gone on for `resetAfter`, or None."""
+    since, span = restarts.progress_since, s.spec.restart.reset_after
+    return since if since is not None and span is not None and since + span <= to_utc(s.now) else None
+
+
+def _note_progress(s: PlanContext, restarts: Restarts) -> Restarts:
+    """Return the restarts with the time of the first step beyond all that were made before the newest one."""
+    known = s.leader.progress if s.leader is not None else None
+    if s.spec.restart.reset_after is None or restarts.progress_since is not None or known is None:
+        return restarts
+    if not restarts.charges or known.step is None or known.step <= (restarts.trained_step or 0):
+        return restarts
+    if restarts.last != s.status.restarts.last or s.phase is not Phase.RUNNING:
+        return restarts  # this may still be the step of the generation that has ended
+    return restarts.model_copy(update={"progress_since": to_utc(s.now)})
 
 
 def is_set_charged(restarts: Restarts, pod: PodView) -> bool:
@@ -151,10 +206,20 @@ def _make_failure(s: PlanContext, entry: ReportedGeneration, reason: Reason) -> 
     return make_entry_failure(entry, reason, pod.node if pod and not is_replacement(s, pod) else None)
 
 
-def _add_charge(s: PlanContext, restarts: Restarts, name: str, reason: Reason) -> Restarts:
-    return restarts.charge(
-        Charge(id=name, cause=_CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE), time=to_utc(s.now))
-    )
+def _add_charge(
+    s: PlanContext, restarts: Restarts, name: str, reason: Reason, node: str | None, exit_status: int | None = None
+) -> Restarts:
+    ignored = _find_action(s, reason, exit_status) is ExitCodeAction.IGNORE
+    cause = Cause.IGNORED if ignored else _CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE)
+    charged = restarts.charge(Charge(id=name, cause=cause, time=to_utc(s.now), reason=reason.value, node=node))
+    if s.spec.restart.reset_after is None:
+        return charged
+    known = s.leader.progress.step if s.leader is not None and s.leader.progress is not None else None
+    told = s.status.progress.step if s.status.progress is not None else None
+    steps = [step for step in (known, told, restarts.trained_step) if step is not None]
+    reset_at = _find_reset(s, restarts) or restarts.reset_at
+    changes = {"trained_step": max(steps, default=None), "progress_since": None, "reset_at": reset_at}
+    return charged.model_copy(update=changes)
 
 
 def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Restarts) -> Reason | None:
@@ -243,7 +308,7 @@ def _has_failed_itself(pod: PodView | None) -> bool:
 
 
 def _find_exhausted_budget(s: PlanContext, restarts: Restarts) -> tuple[Reason, str] | None:
-    since = to_utc(s.now - s.spec.restart.window.total_seconds())
+    since = _find_count_start(s, restarts)
     budget = s.spec.restart
     for cause, limit, reason in (
         (Cause.APPLICATION, budget.application, Reason.RESTART_BUDGET_EXCEEDED),

@@ -29,6 +29,7 @@ from everstep_operator.plan.checkpoint_volumes import (
     find_volume_source,
     limit_memory_volumes,
 )
+from everstep_operator.plan.folder_publisher import build_folder_containers, find_hidden_folder, mount_program_folder
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, PlanSettings, token_secret_name
@@ -59,7 +60,7 @@ _TOO_MANY_PLAIN = (
     f"numNodes is {{nodes}}, and without the agent a job has at most {plain_mode.MAX_NODES} nodes, since each pod "
     "holds the names of all: set spec.command and use an image with Python 3.9 or later, or take fewer nodes"
 )
-_FOLDERS = ("input", "model", "output", "checkpoints")
+_FOLDERS = ("input", "model", "output", "checkpoints")  # the last one may be published
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ def resolve_template(
     if (message := _find_violation(spec, job.spec.pod_template.metadata.annotations, profile, settings)) is not None:
         return RejectedTemplate(Reason.NOT_PERMITTED, message)
     trainer = next(c for c in spec["containers"] if c["name"] == TRAINER_CONTAINER)
+    if (message := find_hidden_folder(job, trainer)) is not None:
+        return RejectedTemplate(Reason.INVALID_TEMPLATE, message)
     # A read-only root without a writable /tmp breaks nearly every trainer.
     if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _has_mount(trainer, "/tmp"):  # noqa: S108
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _build_mount("everstep-tmp", "/tmp")]  # noqa: S108
@@ -243,6 +246,8 @@ def _build_base_pod(
         "volumes": _build_volumes(job, epoch, plain, settings),
         "tolerations": _build_tolerations(pool, settings),
     }
+    if containers := build_folder_containers(job):
+        spec["initContainers"] = containers
     if pool is not None and pool.spec.node_selector:
         spec["nodeSelector"] = dict(pool.spec.node_selector)
     if job.spec.num_nodes > 1:
@@ -256,6 +261,7 @@ def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> 
     spec = job.spec
     mounts = [_build_mount("everstep-shm", _SHM)]
     mounts += [_build_mount(f"everstep-{folder}", f"/opt/ml/{folder}") for folder in _FOLDERS]
+    mounts[-1] |= mount_program_folder(job)
     env = [item.manifest() for item in spec.env]
     container: dict[str, Any] = {"name": TRAINER_CONTAINER, "image": spec.image, "env": env, "volumeMounts": mounts}
     if plain:

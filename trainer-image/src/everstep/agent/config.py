@@ -12,6 +12,7 @@ from typing import Any
 PROTOCOL = 1
 DISTRIBUTIONS = ("torch", "mpi", "horovod", "none")
 FENCINGS = ("checkpoint", "strict")
+EXIT_CODE_ACTIONS = RETRY, FAIL, IGNORE = "Retry", "Fail", "Ignore"
 MIN_FENCE_TIMEOUT = 1.0  # seconds; heartbeats are a quarter of it, and no lease of 0 s is ever valid
 
 
@@ -35,6 +36,7 @@ class AgentConfig:
     hyperparameters: dict[str, str]
     application_restarts: int
     max_backoff: float  # 0: no back-off
+    exit_code_actions: dict[int, str]  # what follows an exit with this code; none: a restart that is charged
     fencing: str
     fence_timeout: float
     hang_timeout: float  # 0: no hang is looked for
@@ -175,6 +177,7 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         hyperparameters=job.mapping("hyperparameters"),
         application_restarts=restart.integer("application", 0),
         max_backoff=restart.seconds("maxBackoffSeconds"),
+        exit_code_actions=_read_exit_code_actions(restart),
         fencing=job.choice("fencing", FENCINGS),
         fence_timeout=job.seconds("fenceTimeoutSeconds", MIN_FENCE_TIMEOUT),
         hang_timeout=job.seconds("hangTimeoutSeconds", default=0.0),
@@ -191,6 +194,15 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         pod_ip=environ.get("EVERSTEP_POD_IP", ""),
         leader=environ.get("EVERSTEP_LEADER", ""),
     )
+
+
+def _read_exit_code_actions(restart: _Fields) -> dict[int, str]:
+    """Return the action of each exit code: the first rule that lists one decides."""
+    actions: dict[int, str] = {}
+    for rule in restart.children("onExitCodes"):
+        for code in rule.integers("codes"):
+            actions.setdefault(code, rule.choice("action", EXIT_CODE_ACTIONS))
+    return actions
 
 
 class _Fields:
@@ -210,6 +222,15 @@ class _Fields:
 
     def child(self, name: str) -> _Fields:
         return _Fields(self._data.get(name), f"{self._where}: {name}")
+
+    def children(self, name: str) -> list[_Fields]:
+        return [_Fields(each, f"{self._where}: {name}") for each in self._get(name, (list,), [])]
+
+    def integers(self, name: str) -> list[int]:
+        values = self._get(name, (list,), None)
+        if not all(type(each) is int for each in values):
+            raise AgentConfigError(f"{self._where}: {name} must be whole numbers")
+        return list(values)
 
     def text(self, name: str, default: str | None = None) -> str:
         return str(self._get(name, (str,), default))

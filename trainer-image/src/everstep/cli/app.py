@@ -6,7 +6,9 @@ import typer
 
 from everstep.cli.checkpoint import app as checkpoint
 from everstep.cli.checkpoint_exchange import export, import_
+from everstep.cli.checkpoint_folder import publish, restore
 from everstep.cli.logs import logs
+from everstep.cli.nodes import nodes
 from everstep.cli.pipeline import app as pipeline
 from everstep.cli.run import run
 from everstep.cli.status import status
@@ -22,8 +24,10 @@ app = typer.Typer(
     # A traceback with local variables could print a token.
     pretty_exceptions_enable=False,
 )
-for command in (validate, run, status, logs, version):
+for command in (validate, run, status, logs, nodes, version):
     app.command()(command)
+checkpoint.command("publish")(publish)
+checkpoint.command("restore")(restore)
 checkpoint.command("export")(export)
 checkpoint.command("import")(import_)
 app.add_typer(checkpoint)

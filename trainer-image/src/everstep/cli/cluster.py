@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from everstep.cli.errors import CliError
@@ -14,7 +14,11 @@ JOB_LABEL = f"{GROUP}/job"
 INDEX_LABEL = f"{GROUP}/index"
 FINISHED_PHASES = frozenset({"Succeeded", "Failed"})
 
+RECORD_NAME = "everstep-node-failures"
+
 ApiObject = dict[str, Any]
+_JSON = {"Accept": "application/json"}
+_MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
 
 
 class LogsNotReadyError(Exception):
@@ -92,6 +96,19 @@ class ClusterClient:
         if rest:
             yield rest.decode(errors="replace")
 
+    def read_node_failures(self) -> dict[str, str]:
+        """Return the operator's record of nodes on which jobs have failed: JSON by node."""
+        found = self._get(f"/api/v1/namespaces/{self.namespace}/configmaps/{RECORD_NAME}")
+        return dict((found or {}).get("data") or {})
+
+    def clear_node_failures(self, nodes: Sequence[str]) -> None:
+        """Remove nodes from the record."""
+        path = f"/api/v1/namespaces/{self.namespace}/configmaps/{RECORD_NAME}"
+        try:
+            self._call(path, {}, raw=False, patch={"data": dict.fromkeys(nodes)})
+        except self._errors.ApiException as error:
+            raise self._explained(error) from None
+
     def _get(self, path: str, **query: str) -> ApiObject | None:
         try:
             answer: ApiObject = self._call(path, query, raw=False)
@@ -101,15 +118,16 @@ class ClusterClient:
             raise self._explained(error) from None
         return answer
 
-    def _call(self, path: str, query: dict[str, str], *, raw: bool) -> Any:
+    def _call(self, path: str, query: dict[str, str], *, raw: bool, patch: ApiObject | None = None) -> Any:
         from urllib3.exceptions import HTTPError
 
         try:
             return self._api.call_api(
                 path,
-                "GET",
+                "GET" if patch is None else "PATCH",
                 query_params=list(query.items()),
-                header_params={"Accept": "application/json"} if not raw else {},
+                header_params={**({} if raw else _JSON), **({} if patch is None else _MERGE_PATCH)},
+                body=patch,
                 response_types_map={200: "object"},
                 auth_settings=["BearerToken"],
                 _return_http_data_only=True,

@@ -22,6 +22,7 @@ class PreparedJob:
     name: str
     local: LocalJob
     restarts: int
+    ignored_codes: frozenset[int]  # exit codes whose restarts are not charged
     notes: tuple[str, ...]
     file: Path
     checkpoint: Mapping[str, Any]  # what the manifest says, by the names of the library's arguments
@@ -64,6 +65,7 @@ def prepare_local_job(
         name=job.metadata.name or "job",
         local=LocalJob(config, environment),
         restarts=job.spec.restart.application,
+        ignored_codes=frozenset(code for code in range(1, 256) if job.spec.restart.find_action(code) == "Ignore"),
         notes=tuple(_list_notes(job, command, missing)),
         file=file,
         checkpoint=_describe_checkpoint(job),
@@ -76,7 +78,7 @@ def _describe_checkpoint(job: TrainingJob) -> dict[str, Any]:
     said = policy.describe_for_library() if policy is not None else {}
     if policy is None or policy.store is None or policy.store.startswith("/"):
         said.pop("store", None)
-    return said
+    return {} if policy is not None and policy.folder is not None else said
 
 
 def _read_environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:
@@ -89,6 +91,8 @@ def _list_notes(job: TrainingJob, command: HostCommand, missing: Sequence[str]) 
     notes = [f"{written} -> {here}" for written, here in command.changed]
     if missing:
         notes.append(f"ignored variables, whose values are on the cluster: {', '.join(missing)}")
+    if job.spec.checkpoint is not None and job.spec.checkpoint.folder is not None:
+        notes.append("checkpoint.folder is not used: what the program writes stays in the folders of this run")
     if job.spec.pod_template.spec.volumes:
         notes.append("podTemplate is not used: its volumes do not exist here")
     return notes

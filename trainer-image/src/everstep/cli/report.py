@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import datetime
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -14,6 +14,9 @@ from rich.text import Text
 
 from everstep.cli.cluster import FINISHED_PHASES, ApiObject
 from everstep.cli.terminal import format_duration, parse_time
+
+if TYPE_CHECKING:
+    from everstep_operator.plan.node_failures import NodeFailure
 
 PHASE_STYLES = {
     "Running": "bold green",
@@ -157,6 +160,16 @@ def _render_conditions(status: dict[str, Any], now: datetime) -> RenderableType 
             str(each.get("message", "")),
         )
     return Group(Text("conditions", style="bold"), table)
+
+
+def make_node_table(failures: Mapping[str, Sequence[NodeFailure]], now: datetime) -> Table:
+    """Return a table with one line for each node on which jobs have failed, those with the newest failures first."""
+    table = Table("NODE", "FAILURES", "NAMESPACES", "LAST REASON", "LAST JOB", "AGE", box=None, pad_edge=False)
+    for node, each in sorted(failures.items(), key=lambda found: -found[1][-1].time):
+        last, spaces = each[-1], sorted({failure.namespace for failure in each})
+        age = _format_age(datetime.fromtimestamp(last.time, UTC), now)
+        table.add_row(node, str(len(each)), ", ".join(spaces), last.reason, f"{last.namespace}/{last.job}", age)
+    return table
 
 
 def _format_age(then: datetime, now: datetime) -> str:

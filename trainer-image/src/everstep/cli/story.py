@@ -16,6 +16,7 @@ class StateNarrator:
     """A narrator that is fed with states, says what is new, and counts restarts the way the operator does."""
 
     allowed: int
+    ignored_codes: frozenset[int] = frozenset()  # exit codes whose restarts are not charged
     charged: str = ""  # newest ended generation seen
     spent: int = 0
     state: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +62,8 @@ class StateNarrator:
     def _paid(self, entry: Mapping[str, Any]) -> str:
         if entry["cause"] not in APPLICATION:
             return ""
+        if entry["cause"] == "Application" and entry.get("exitCode") in self.ignored_codes:
+            return " (not charged)"
         self.spent += 1
         return f" ({self.allowance} of {self.allowed} restarts left)" if self.spent <= self.allowed else ""
 

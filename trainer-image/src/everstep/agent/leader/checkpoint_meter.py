@@ -22,6 +22,11 @@ class CheckpointMeter:
         self._said = RankCheckpoint()
         self._before: int | None = None  # the last step before this generation; None: another leader heard it
 
+    @property
+    def ranks_save(self) -> bool:
+        """Return whether the checkpoint library of this generation's ranks has spoken."""
+        return self._said != RankCheckpoint()
+
     def restart(self, last_step: int | None) -> None:
         """Begin a new generation.
 

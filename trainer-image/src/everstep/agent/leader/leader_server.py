@@ -257,7 +257,7 @@ class LeaderServer:
             leader.node_joined(now, protocol.Hello.from_json(message))
         elif kind == "leaving":
             log_line(f"node {index} was told to stop")
-            leader.node_leaving(now, index)
+            leader.node_leaving(now, index, float(message["graceSeconds"]))
         elif kind == "output":
             if self._processes is not None:
                 self._daemons.forward_output(index, message, self._processes)

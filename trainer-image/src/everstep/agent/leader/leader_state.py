@@ -19,23 +19,13 @@ from typing import Any, Callable
 from everstep.agent.config import AgentConfig
 from everstep.agent.ranks import failure_causes
 from everstep.agent.wire import protocol
-from everstep.agent.wire.checkpoint_request import CheckpointRequest
+from everstep.agent.wire.checkpoint_request import CheckpointRequest, compute_save_seconds
 from everstep.agent.wire.generation_layout import GenerationLayout
-from everstep.agent.wire.protocol import (
-    BACKOFF,
-    ENDED,
-    FORMING,
-    RUNNING,
-    STARTING,
-    STOPPING,
-    GenerationReport,
-    Gpu,
-    Hello,
-    Outcome,
-)
+from everstep.agent.wire.protocol import BACKOFF, ENDED, FORMING, RUNNING, STARTING, STOPPING, Hello, Outcome
 
 from .checkpoint_meter import CheckpointMeter
 from .commands import AskForCheckpoint, Command, DumpStacks, EndJob, HangUp, StartRanks, StopRanks
+from .departure import Departure
 from .generation import SETTLE_SECONDS, Generation
 from .hang_watch import HangWatch
 from .members import JobMembers
@@ -67,10 +57,11 @@ class LeaderState:
         self.generation = 0
         self.phase = FORMING
         self.outcome: Outcome | None = None
-        self.budget = RestartAllowance(config.application_restarts, config.max_backoff)
+        self.budget = RestartAllowance(config.application_restarts, config.max_backoff, config.exit_code_actions)
         self.meter = ProgressMeter()
         self.checkpoints = CheckpointMeter()
         self.pending_checkpoint = PendingCheckpoint()
+        self.departure = Departure()
         self.hangs = HangWatch(config.hang_timeout)
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
@@ -100,8 +91,8 @@ class LeaderState:
             times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE_SECONDS]
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
-        if self.phase == RUNNING and (hang := self.hangs.due()) is not None:
-            times.append(hang)
+        if self.phase == RUNNING:
+            times += [due for due in (self.hangs.due(), self.departure.due) if due is not None]
         return min((t for t in times if t > now), default=now)
 
     def state(self) -> dict[str, Any]:
@@ -143,7 +134,8 @@ class LeaderState:
         if self._stop_reason is None and self.phase != ENDED:
             self._stop_reason = reason[: protocol.MESSAGE_CHARS]
             if self.phase in (STARTING, RUNNING):
-                self._fail(now, failure_causes.GenerationFailure(now, protocol.STOPPED, None, self._stop_reason))
+                told = failure_causes.GenerationFailure(now, protocol.STOPPED, None, self._stop_reason)
+                self._fail_after_save(now, told, self.config.stop_grace)
         self._advance(now)
 
     def request_checkpoint(self, now: float, request: CheckpointRequest) -> None:
@@ -202,21 +194,18 @@ class LeaderState:
     def note_sign_of_life(self, now: float, index: int) -> None:
         self._members[index].seen = now
 
-    def node_leaving(self, now: float, index: int) -> None:
-        """Take in that a pod was told to stop. Its ranks got TERM with the long grace, and so do their peers: a last
-        checkpoint needs all of them."""
+    def node_leaving(self, now: float, index: int, grace: float = 0.0) -> None:
+        """Take in that a pod was told to stop, and has so many seconds. All ranks save first, if they can, and get TERM
+        with the long grace then, also those of other pods: a last checkpoint needs all of them."""
         node = self._members[index]
         if not node.joined or node.leaving or self.phase == ENDED:
             return
         node.leaving = True
         self._changed()
-        self._fail(
-            now,
-            failure_causes.GenerationFailure(now, protocol.LEAVING, index, f"the pod of node {index} was told to stop"),
-        )
+        self._fail_after_save(now, failure_causes.make_leaving_failure(now, index), grace)
         self._advance(now)
 
-    def take_report(self, now: float, index: int, report: GenerationReport) -> None:
+    def take_report(self, now: float, index: int, report: protocol.GenerationReport) -> None:
         if not self._members[index].joined or self.phase == ENDED:
             return
         self._members.report(index, report)
@@ -243,7 +232,7 @@ class LeaderState:
                 self._changed()
             self._advance(now)
 
-    def update_gpus(self, index: int, gpus: tuple[Gpu, ...]) -> None:
+    def update_gpus(self, index: int, gpus: tuple[protocol.Gpu, ...]) -> None:
         """Take in a node's devices, when something about them has changed. The leader reports them and does not act on
         them."""
         self._members.gpus(index, gpus)
@@ -299,6 +288,7 @@ class LeaderState:
         self._members.started(self._current.order)
         self.ranks_started_at = None
         self.hangs.restart()
+        self.departure.restart()
         self.checkpoints.restart(self.meter.generation_step)
         self.meter.restart()
         layout = GenerationLayout(
@@ -333,6 +323,10 @@ class LeaderState:
             self._enter(RUNNING)
         if self.phase == RUNNING:
             self._ask_for_checkpoint(now)
+            saved = self.pending_checkpoint.has_saved(now, self.generation)
+            if (left := self.departure.find_failure(now, saved=saved)) is not None:
+                self._fail(now, left)
+                return
         if self.phase == RUNNING and current.done:
             self._end(Outcome(protocol.SUCCEEDED, 0, "all ranks exited with 0"))
         elif (left_out := current.find_left_out_ranks(now, lambda index: members[index].seen)) is not None:
@@ -415,6 +409,16 @@ class LeaderState:
         elif current.failures[0].cause == protocol.LEAVING and not failure.graceful:
             self._hurry(now, current)
 
+    def _fail_after_save(self, now: float, failure: failure_causes.GenerationFailure, grace: float) -> None:
+        if self.phase != RUNNING or not self.checkpoints.ranks_save or grace <= 0:
+            self._fail(now, failure)
+            return
+        seconds = compute_save_seconds(grace)
+        self.departure.begin(failure, now + seconds)
+        if not self.pending_checkpoint.is_open(now, self.generation):
+            request = CheckpointRequest(f"leaving-{self.epoch}.{self.generation}", seconds)
+            self.pending_checkpoint.take(now, request)
+
     def _hurry(self, now: float, current: Generation) -> None:
         """Shorten the grace. A peer is gone, so the others can only hang in collectives: the long grace has become
         pointless."""
@@ -424,6 +428,8 @@ class LeaderState:
 
     def _lose(self, now: float, index: int, why: str) -> None:
         self._members.lose(now, index)
+        if (left := self.departure.find_failure(now, saved=True)) is not None and self.phase == RUNNING:
+            self._fail(now, left)  # the one that was about to leave is gone, most likely
         self._fail(now, failure_causes.GenerationFailure(now, protocol.POD_LOST, index, f"node {index}: {why}"))
 
     def _stood_still(self, now: float) -> bool:

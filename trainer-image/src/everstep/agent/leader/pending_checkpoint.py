@@ -55,6 +55,14 @@ class PendingCheckpoint:
         """Return whether ranks of this generation may wait after their save, until they are told to stop."""
         return self._told == generation and self._until is not None and now < self._until
 
+    def is_open(self, now: float, generation: int) -> bool:
+        """Return whether this generation has a request, or gets one, whose deadline has not passed."""
+        return self._request is not None and self._told in (0, generation) and now < (self._until or 0.0)
+
+    def has_saved(self, now: float, generation: int) -> bool:
+        """Return whether the ranks of this generation have saved for their request, and may wait since then."""
+        return self._saved_step is not None and self.holds_training(now, generation)
+
     def note_checkpoint(self, generation: int, step: int | None) -> bool:
         """Take in the step of the newest committed checkpoint. Return True if it is the one that was asked for."""
         if self._told != generation or self._saved_step is not None or step is None or step < self._from_step:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
-from everstep.agent.wire.protocol import FENCED, EndedGeneration, parse_generation_id
+from everstep.agent.config import FAIL, IGNORE
+from everstep.agent.wire.protocol import APPLICATION, FENCED, EndedGeneration, parse_generation_id
 
 MAX_HISTORY_ENTRIES = 64
 STABLE_AFTER_SECONDS = 600.0  # seconds of running after which earlier failures do not slow a restart any more
@@ -18,11 +20,12 @@ class RestartAllowance:
     never add up to more restarts than were granted.
     """
 
-    def __init__(self, allowance: int, max_backoff: float) -> None:
+    def __init__(self, allowance: int, max_backoff: float, exit_code_actions: Mapping[int, str] | None = None) -> None:
         self.history: deque[EndedGeneration] = deque(maxlen=MAX_HISTORY_ENTRIES)
         self._charged = (0, 0)
         self._allowance = allowance
         self._max_backoff = max_backoff
+        self._exit_code_actions = exit_code_actions or {}
         self._in_row = 0
 
     def grant(self, charged: str, allowance: int) -> None:
@@ -38,8 +41,17 @@ class RestartAllowance:
             self._charged, self._allowance = order, allowance
 
     def find_exhausting_failure(self) -> EndedGeneration | None:
-        """Return the failure after which no restart is left, or None."""
-        used = [e for e in self.history if e.application and e.order > self._charged]
+        """Return the failure after which no restart is left or wanted, or None."""
+        used = []
+        for entry in self.history:
+            if not entry.application or entry.order <= self._charged:
+                continue
+            # What was killed for memory or hangs has not chosen its exit code.
+            action = self._exit_code_actions.get(entry.status) if entry.cause == APPLICATION else None
+            if action == FAIL:
+                return entry
+            if action != IGNORE:
+                used.append(entry)
         return used[-1] if len(used) > self._allowance else None
 
     def record_end(self, entry: EndedGeneration, ran: float) -> float:

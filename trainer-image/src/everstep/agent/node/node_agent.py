@@ -15,23 +15,15 @@ import traceback
 from typing import Any, Callable
 
 from everstep.agent.config import AgentConfig, AgentPaths
-from everstep.agent.ranks.events import (
-    DaemonExited,
-    DaemonOutput,
-    Event,
-    LauncherExited,
-    PodUnusable,
-    RankExited,
-    RankProgressed,
-    RankStarted,
-)
+from everstep.agent.ranks import events
+from everstep.agent.ranks.events import Event
 from everstep.agent.ranks.failure_causes import is_echo
 from everstep.agent.system.agent_log import log_line
 from everstep.agent.system.clock import read_boottime
 from everstep.agent.system.faults import explain_fault
 from everstep.agent.system.tasks import Tasks
 from everstep.agent.wire import auth
-from everstep.agent.wire.checkpoint_request import CheckpointRequest
+from everstep.agent.wire.checkpoint_request import CheckpointRequest, compute_save_seconds
 from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.http_server import HttpError, HttpRequest, HttpResponse
 from everstep.agent.wire.link import AgentLink, Channel, LinkClosed
@@ -52,6 +44,7 @@ from .checkpoint_request import CheckpointRequestFile
 from .fencing import FenceFile, LeaderLease, StallDetector
 from .supervisor_interface import SupervisorInterface
 
+REPLY_SECONDS = 1.0  # seconds in which a leader that has waited for a checkpoint says so
 MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
 
 
@@ -81,8 +74,7 @@ class NodeAgent:
         self.ended: asyncio.Future[AgentExit] = asyncio.get_running_loop().create_future()
         self.processes: SupervisorInterface  # set by `run_with`: the supervisor needs `emit`
         self._clock = clock
-        self._token = b""
-        self._lease_clock = lease_clock
+        self._token, self._lease_clock = b"", lease_clock
         self._lease = LeaderLease(config.fence_timeout, lease_clock())
         self._stalls = StallDetector(clock, lease_clock, min(1.0, config.fence_timeout / 4))
         self._fence = FenceFile(place.scratch / "fence.json")
@@ -91,16 +83,17 @@ class NodeAgent:
         self._given_up = (0, 0)  # (epoch, generation) of the ranks that were stopped for want of a lease or a place
         self._channel: Channel | None = None
         self._heard = 0.0
-        self._started: set[int] = set()
+        self._started: set[int] = set()  # ranks
         self._exits: list[ProcessExit] = []
         self._clean = True
-        self._unclean = ""
-        self._given_up_because = ""
+        self._unclean = self._given_up_because = ""
         self._progress: dict[int, RankProgress] = {}
         self._gpus: tuple[Gpu, ...] = ()
         self._gpus_told: tuple[Gpu, ...] = ()  # on the present link
         self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._nobody_saves = asyncio.Event()  # no leader lets these ranks save before they are stopped
+        self._leave_at = float("inf")  # when the pod's grace is over
         self._stop_at = 0.0  # when the stop under way will KILL
         self._report_handle: asyncio.TimerHandle | None = None
         self._tasks = Tasks(self.crash)
@@ -163,7 +156,11 @@ class NodeAgent:
         finally:
             link.close()
             if self._channel is link:
-                self._channel = None
+                self._forget_leader()
+
+    def _forget_leader(self) -> None:
+        self._channel = None
+        self._nobody_saves.set()
 
     def attach(self, channel: Channel) -> None:
         if self._channel is not None:
@@ -220,6 +217,7 @@ class NodeAgent:
             return
         self.order = order
         self._started, self._exits, self._progress = set(), [], {}
+        self._nobody_saves.clear()
         self._clean = False
         self._checkpoint_request.clear()
         self._fenced = self._lease.expired(self._lease_clock())
@@ -240,9 +238,11 @@ class NodeAgent:
 
     def stop(self, grace: float) -> None:
         """Stop all ranks. A second call may shorten the grace, never prolong it."""
+        self._nobody_saves.set()
         if self._clean:
             self._report_soon(0)
             return
+        grace = min(grace, max(0.0, self._leave_at - self._clock()))
         kill_at = self._clock() + grace
         before = self._stopping
         if before is not None and not before.done():
@@ -265,23 +265,23 @@ class NodeAgent:
 
     def emit(self, event: Event) -> None:
         """Take in what the supervisor saw. Events of an older generation are late, and of no interest."""
-        if isinstance(event, DaemonOutput):
+        if isinstance(event, events.DaemonOutput):
             data = base64.b64encode(event.data).decode()
             self._send({"type": "output", "daemon": event.daemon, "stream": event.stream, "data": data})
-        elif isinstance(event, DaemonExited):
+        elif isinstance(event, events.DaemonExited):
             self._send({"type": "exit", "daemon": event.daemon, "exitCode": event.exit_code})
-        elif isinstance(event, PodUnusable):
+        elif isinstance(event, events.PodUnusable):
             self.give_up(event.message)
         elif event.generation != self.order[1]:
             return
-        elif isinstance(event, RankStarted):
+        elif isinstance(event, events.RankStarted):
             self._started.add(event.rank)
             self._report_soon(MERGE_SECONDS)
-        elif isinstance(event, RankProgressed):
+        elif isinstance(event, events.RankProgressed):
             self._progress[event.rank] = RankProgress(
                 event.rank, event.step, event.total, event.phase, dict(event.metrics), event.checkpoint
             )
-        elif isinstance(event, (RankExited, LauncherExited)):
+        elif isinstance(event, (events.RankExited, events.LauncherExited)):
             end = event.to_exit()
             end = dataclasses.replace(end, echo=is_echo(end))  # here, where all of its words are
             self._exits.append(end)
@@ -296,10 +296,15 @@ class NodeAgent:
     # ---- leaving
 
     async def leave(self, grace: float) -> None:
-        """Stop because the pod was told to: the leader hears of it at once, the ranks get TERM and their grace."""
+        """Stop because the pod was told to: the leader hears of it at once, and says when the ranks have saved; then
+        they get TERM and what is left of their grace."""
+        self._leave_at = min(self._clock() + grace, self._leave_at)
         if not self.leaving:
             self.leaving = True
-            self._send({"type": "leaving"})
+            self._send({"type": "leaving", "graceSeconds": grace})
+            if self.linked and not self._clean:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._nobody_saves.wait(), compute_save_seconds(grace) + REPLY_SECONDS)
         self.stop(grace)
         while self._stopping is not None and not self._stopping.done():
             await asyncio.wait([self._stopping])
@@ -323,6 +328,7 @@ class NodeAgent:
         self._end(AgentExit(LEFT, 1, why))
 
     def _end(self, ended: AgentExit) -> None:
+        self._nobody_saves.set()
         if not self.ended.done():
             self.ended.set_result(ended)
 
@@ -331,7 +337,7 @@ class NodeAgent:
         if self._report_handle is not None:
             self._report()
         if not self._clean:
-            # A failed generation has had its grace; after a success whoever is left has no reason to hesitate.
+            # A failed generation has had its grace; after a success nobody has a reason to hesitate.
             self.stop(self.config.restart_grace if result != FAILED else 0.0)
             while self._stopping is not None and not self._stopping.done():
                 await asyncio.wait([self._stopping])
@@ -358,7 +364,7 @@ class NodeAgent:
             channel = self._channel
             if isinstance(channel, AgentLink) and now - self._heard > self.config.silence:
                 log_line(f"lost the leader: silent for {self.config.silence:g} s")
-                self._channel = None
+                self._forget_leader()
                 channel.close()
             elif channel is not None and now >= beat_at:
                 beat_at = now + self.config.heartbeat * 0.99

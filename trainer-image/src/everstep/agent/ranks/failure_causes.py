@@ -64,6 +64,11 @@ class GenerationFailure:
         return self.termed and self.exit.signal is None
 
 
+def make_leaving_failure(now: float, index: int) -> GenerationFailure:
+    """Return the failure of a generation whose node `index` was told to stop."""
+    return GenerationFailure(now, LEAVING, index, f"the pod of node {index} was told to stop")
+
+
 def make_exit_failure(at: float, index: int, end: ProcessExit) -> GenerationFailure:
     return GenerationFailure(at, OUT_OF_MEMORY if end.oom else APPLICATION, index, end.message, end, is_echo(end))
 

@@ -37,3 +37,15 @@ class CheckpointRequest:
         ):
             raise ValueError(f"{seconds} must be null or a number of seconds")
         return cls(name, None if left is None else float(left))
+
+
+KEPT_SECONDS = 30.0  # seconds of a long grace that ranks keep for their own handlers of TERM
+
+
+def compute_save_seconds(grace: float) -> float:
+    """Return how many of a pod's last seconds its ranks may take for a checkpoint, before they get TERM.
+
+    Args:
+        grace: The seconds from the pod's own TERM to its KILL, less what the agent needs.
+    """
+    return max(grace / 2, grace - KEPT_SECONDS)

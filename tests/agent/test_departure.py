@@ -1,0 +1,163 @@
+"""A pod that is told to stop lets all ranks save first, if they can: then a TERM costs no step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from everstep.agent.leader.commands import AskForCheckpoint
+from everstep.agent.ranks.events import RankProgressed
+from everstep.agent.wire.checkpoint_request import CheckpointRequest, compute_save_seconds
+from everstep.agent.wire.protocol import ProcessExit, RankProgress
+from everstep.agent.wire.rank_checkpoint import RankCheckpoint
+
+from .bench import Bench, running
+from .fakes import Agent, gang, until
+
+GRACE = 110.0
+
+
+def train(bench: Bench, step: int, saved: int) -> Bench:
+    told = RankProgress(0, step, checkpoint=RankCheckpoint(checkpoint=saved, restored=0))
+    bench.leader.take_heartbeat(bench.now, 1, bench.leader.generation, [told])
+    return bench
+
+
+def leave(bench: Bench, index: int = 1, grace: float = GRACE) -> Bench:
+    bench.leader.node_leaving(bench.now, index, grace)
+    return bench
+
+
+def asked(bench: Bench) -> list[tuple[str, float | None]]:
+    bench.take()
+    return [(c.request.id, c.request.seconds) for c in bench.commands if isinstance(c, AskForCheckpoint)]
+
+
+def test_ranks_save_before_they_are_stopped() -> None:
+    bench = leave(train(running(), 20, saved=10))
+    assert (bench.phase, bench.stops(), asked(bench)) == ("running", [], [("leaving-1.1", 80.0)])
+    train(bench, 21, saved=10)
+    assert bench.phase == "running"
+    train(bench, 21, saved=21)
+    assert bench.phase == "stopping"
+    assert bench.stops()[-1].grace == GRACE
+    bench.clean()
+    assert bench.history == [("1.1", "Leaving", 1)]
+
+
+def test_a_save_that_does_not_come_leaves_the_ranks_time_for_their_own_end() -> None:
+    bench = leave(train(running(), 20, saved=10)).later(79)
+    assert bench.phase == "running"
+    assert bench.later(1).phase == "stopping"
+
+
+def test_a_job_that_is_stopped_saves_first() -> None:
+    bench = train(running(), 20, saved=10)
+    bench.leader.stop(bench.now, "suspended")
+    assert (bench.phase, asked(bench)) == ("running", [("leaving-1.1", 80.0)])
+    assert train(bench, 21, saved=21).phase == "stopping"
+    bench.clean()
+    assert [(each.outcome.result, each.outcome.message) for each in bench.ends()] == [("stopped", "suspended")]
+
+
+def test_who_repeats_a_stop_on_a_laptop_is_in_a_hurry() -> None:
+    bench = train(running(), 20, saved=10)
+    bench.leader.stop(bench.now, "Ctrl-C")
+    leave(leave(bench, 0, grace=2.0), 1, grace=2.0).later(1.0)
+    assert [each.outcome.result for each in bench.ends()] == ["stopped"]
+
+
+def test_of_two_pods_the_one_with_less_time_counts() -> None:
+    bench = leave(leave(train(running(), 20, saved=10)), index=0, grace=10.0)
+    assert bench.later(4.9).phase == "running"
+    assert bench.later(0.1).phase == "forming", "nobody waits for pods that leave"
+    assert bench.history == [("1.1", "Leaving", 1)], "the first one is why"
+
+
+def test_ranks_that_never_spoke_of_checkpoints_get_their_whole_grace_at_once() -> None:
+    assert leave(running()).phase == "stopping"
+    assert leave(Bench().join_all()).phase == "stopping", "they do not run yet"
+
+
+def test_ranks_that_have_saved_for_a_notice_are_not_asked_again() -> None:
+    bench = train(running(), 20, saved=10)
+    bench.leader.request_checkpoint(bench.now, CheckpointRequest("notice", 120.0))
+    train(bench, 21, saved=21)
+    assert leave(bench).phase == "stopping"
+    assert [name for name, _ in asked(bench)] == ["notice"]
+
+
+def test_a_save_for_a_notice_that_is_under_way_is_waited_for() -> None:
+    bench = train(running(), 20, saved=10)
+    bench.leader.request_checkpoint(bench.now, CheckpointRequest("notice", 120.0))
+    assert leave(bench).phase == "running"
+    assert train(bench, 21, saved=21).phase == "stopping"
+    assert [name for name, _ in asked(bench)] == ["notice"]
+
+
+@pytest.mark.parametrize("end", ["a rank fails", "the pod is gone", "all ranks end"])
+def test_what_happens_meanwhile_counts(end: str) -> None:
+    bench = leave(train(running(), 20, saved=10))
+    if end == "a rank fails":
+        bench.fail(0, 0).clean()
+        assert bench.history == [("1.1", "Application", 0)]
+    elif end == "the pod is gone":
+        bench.leader.link_lost(bench.now, 1)
+        bench.clean(0)
+        assert bench.history == [("1.1", "Leaving", 1)]
+    else:
+        for index in range(2):
+            bench.report(index, [ProcessExit(2 * index, 0), ProcessExit(2 * index + 1, 0)])
+        assert [each.outcome.result for each in bench.ends()] == ["succeeded"]
+
+
+def test_the_next_generation_is_not_ended_for_the_pod_that_has_left() -> None:
+    bench = leave(train(running(max_backoff=0.0), 20, saved=10)).fail(0, 0).clean()
+    bench.join(1, pod="b").run().later(200)
+    assert bench.phase == "running"
+
+
+@pytest.mark.parametrize(("grace", "expected"), [(110.0, 80.0), (60.0, 30.0), (20.0, 10.0), (0.0, 0.0)])
+def test_ranks_keep_some_of_the_grace_for_themselves(grace: float, expected: float) -> None:
+    assert compute_save_seconds(grace) == expected
+
+
+def read_request(agent: Agent) -> str | None:
+    path = agent.fence.with_name("checkpoint-request.json")
+    return str(json.loads(path.read_text())["id"]) if path.exists() else None
+
+
+async def test_an_agent_stops_its_ranks_when_its_leader_says_that_they_have_saved(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = agents[0].leader
+        assert leader is not None
+        await until(lambda: leader.phase == "running")
+        said = RankCheckpoint(checkpoint=3, restored=0)
+        agents[0].node.emit(RankProgressed(1, 0, 5, None, "train", {}, said))
+        await until(lambda: leader.checkpoints.ranks_save)
+        leaving = asyncio.create_task(agents[1].node.leave(60.0))
+        await until(lambda: read_request(agents[0]) == read_request(agents[1]) == "leaving-1.1")
+        assert [agent.processes.stops for agent in agents] == [[], []]
+        agents[0].node.emit(RankProgressed(1, 0, 6, None, "train", {}, RankCheckpoint(checkpoint=6, restored=0)))
+        await leaving
+        ((grace,),) = [agent.processes.stops for agent in agents[1:]]
+        assert 0 < grace < 60, "what is left of its pod's"
+        await until(lambda: leader.state()["generationHistory"])
+        assert leader.state()["generationHistory"][0]["cause"] == "Leaving"
+
+
+async def test_an_agent_whose_leader_is_gone_stops_its_ranks_by_itself(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = agents[0].leader
+        assert leader is not None
+        await until(lambda: leader.phase == "running")
+        agents[0].node.emit(RankProgressed(1, 0, 5, None, "train", {}, RankCheckpoint(restored=0)))
+        await until(lambda: leader.checkpoints.ranks_save)
+        leaving = asyncio.create_task(agents[1].node.leave(60.0))
+        await until(lambda: read_request(agents[1]) is not None)
+        await agents[0].vanish()
+        await leaving
+        assert len(agents[1].processes.stops) == 1

@@ -1,0 +1,35 @@
+"""The leader decides by itself what an exit code says about the next generation (`restart.onExitCodes`)."""
+
+from __future__ import annotations
+
+from .bench import running
+
+ACTIONS = {42: "Fail", 75: "Ignore", 137: "Ignore"}
+
+
+def test_a_fatal_exit_code_ends_the_job_at_once() -> None:
+    bench = running(application_restarts=10, exit_code_actions=ACTIONS).fail(1, 2, 42, "ValueError: bad data").clean()
+    outcome = bench.ends()[0].outcome
+    assert (outcome.result, outcome.exit_code, outcome.failure) == ("failed", 42, "1.1")
+    assert outcome.message == "ValueError: bad data"
+
+
+def test_an_exit_code_that_is_ignored_uses_nothing_of_the_allowance_but_is_slowed_down() -> None:
+    bench = running(application_restarts=1, exit_code_actions=ACTIONS, max_backoff=1.0)
+    for _ in range(4):
+        bench.fail(0, 0, 75).clean()
+        bench.later(1.0).run()
+    bench.fail(0, 0, 1).clean().later(1.0).run()
+    bench.fail(0, 0, 75).clean().later(1.0).run()
+    bench.fail(0, 0, 1).clean()
+    assert [end.outcome.result for end in bench.ends()] == ["failed"]
+
+
+def test_a_signal_counts_as_128_and_its_number() -> None:
+    bench = running(application_restarts=0, exit_code_actions=ACTIONS).fail(0, 0, 137, signal=9).clean()
+    assert (bench.phase, bench.history) == ("starting", [("1.1", "Application", 0)])
+
+
+def test_a_kill_for_memory_has_chosen_no_exit_code() -> None:
+    bench = running(application_restarts=0, exit_code_actions=ACTIONS).fail(0, 0, 137, oom=True).clean()
+    assert [end.outcome.result for end in bench.ends()] == ["failed"]

@@ -1,0 +1,101 @@
+"""Programs that only write files: one container restores their folder, one publishes it (`spec.checkpoint.folder`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.node_capacity import _sum_requests
+from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.pod_manifest import build_pod
+from everstep_operator.plan.template import RejectedTemplate, resolve_template
+from tests.builders import JobBuilder, job
+
+POLICY = {"store": "s3://bucket/run", "secretRef": {"name": "s3"}, "keepLast": 2, "folder": {}}
+
+
+def resolve(builder: JobBuilder, *, plain: bool = False) -> FrozenTemplate | RejectedTemplate:
+    return resolve_template(builder.build(), epoch=1, pool=None, plain=plain, settings=PlanSettings())
+
+
+def containers(frozen: FrozenTemplate | RejectedTemplate, index: int = 0, epoch: int = 7) -> dict[str, dict[str, Any]]:
+    assert isinstance(frozen, FrozenTemplate)
+    spec = build_pod(frozen, index, epoch)["spec"]
+    return {each["name"]: each for each in [*spec.get("initContainers", []), *spec["containers"]]}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_folder_is_restored_before_the_program_starts_and_published_beside_it(*, plain: bool) -> None:
+    builder = job().nodes(2).spec(checkpoint=POLICY, env=[{"name": "AWS_REGION", "value": "eu-west-1"}])
+    found = containers(resolve(builder.plain() if plain else builder, plain=plain))
+    assert list(found) == ["everstep-restore", "everstep-publish", "trainer"]
+    assert found["everstep-restore"]["command"][4:] == [
+        "restore", "s3://bucket/run", "/opt/everstep/checkpoints/files", "--if-any", "--if-empty"
+    ]  # fmt: skip
+    assert "restartPolicy" not in found["everstep-restore"]
+    assert found["everstep-publish"]["restartPolicy"] == "Always", "a sidecar: ended after the trainer"
+    assert found["everstep-publish"]["command"][4:] == [
+        "publish", "/opt/everstep/checkpoints/files", "s3://bucket/run", "--watch", "--keep-last", "2", "--quiet", "5"
+    ]  # fmt: skip
+    for name in ("everstep-restore", "everstep-publish"):
+        assert found[name]["image"] == found["trainer"]["image"]
+        assert found[name]["envFrom"] == [{"secretRef": {"name": "s3"}}]
+        assert {"name": "AWS_REGION", "value": "eu-west-1"} in found[name]["env"]
+        assert {"name": "EVERSTEP_EPOCH", "value": "7"} in found[name]["env"], "its fencing token"
+        assert found[name]["volumeMounts"] == [
+            {"name": "everstep-checkpoints", "mountPath": "/opt/everstep/checkpoints"}
+        ]
+        assert found[name]["securityContext"]["allowPrivilegeEscalation"] is False
+    (mount,) = (m for m in found["trainer"]["volumeMounts"] if m["mountPath"] == "/opt/ml/checkpoints")
+    assert mount == {"name": "everstep-checkpoints", "mountPath": "/opt/ml/checkpoints", "subPath": "files"}
+
+
+def test_only_the_first_pod_publishes() -> None:
+    assert list(containers(resolve(job().nodes(2).spec(checkpoint=POLICY)), 1)) == ["everstep-restore", "trainer"]
+
+
+def test_the_program_says_when_its_files_are_complete_and_which_image_can_publish_them() -> None:
+    folder = {"marker": "DONE", "quiet": "90s", "each": "checkpoint-*", "image": "example.com/publisher:1"}
+    found = containers(resolve(job().spec(checkpoint={**POLICY, "folder": folder})))
+    command = found["everstep-publish"]["command"]
+    assert command[command.index("--quiet") :] == ["--quiet", "90", "--marker", "DONE", "--each", "checkpoint-*"]
+    assert found["everstep-publish"]["image"] == found["everstep-restore"]["image"] == "example.com/publisher:1"
+
+
+def test_a_pod_template_may_size_the_containers_and_they_keep_a_guaranteed_pod_guaranteed() -> None:
+    frozen = resolve(job().spec(checkpoint=POLICY))
+    amounts = containers(frozen)["everstep-publish"]["resources"]
+    assert amounts["requests"] == amounts["limits"]
+    assert isinstance(frozen, FrozenTemplate)
+    more = {"name": "everstep-publish", "resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "2Gi"}}}
+    sized = resolve(job().spec(checkpoint=POLICY).pod(initContainers=[more]))
+    assert containers(sized)["everstep-publish"]["resources"]["limits"] == {"cpu": "500m", "memory": "2Gi"}
+    assert isinstance(sized, FrozenTemplate)
+    grown = _sum_requests(sized.pod["spec"])["memory"] - _sum_requests(frozen.pod["spec"])["memory"]
+    assert grown == (2 << 30) - (512 << 20), "the scheduler counts a sidecar, and so does a gang"
+
+
+def test_a_volume_over_the_folder_would_hide_what_is_to_be_published() -> None:
+    mine = {
+        "volumes": [{"name": "mine", "persistentVolumeClaim": {"claimName": "c"}}],
+        "containers": [{"name": "trainer", "volumeMounts": [{"name": "mine", "mountPath": "/opt/ml/checkpoints/"}]}],
+    }
+    rejected = resolve(job().spec(checkpoint=POLICY).pod(**mine))
+    assert isinstance(rejected, RejectedTemplate)
+    assert "podTemplate mounts another volume" in rejected.message
+
+
+def test_without_a_folder_nothing_is_added() -> None:
+    found = containers(resolve(job().spec(checkpoint={"store": "s3://bucket/run"})))
+    assert list(found) == ["trainer"]
+    assert all("subPath" not in mount for mount in found["trainer"]["volumeMounts"])
+
+
+def test_the_library_in_such_a_job_says_who_saves() -> None:
+    frozen = resolve(job().spec(checkpoint=POLICY))
+    assert isinstance(frozen, FrozenTemplate)
+    said = frozen.job["variables"]["EVERSTEP_CHECKPOINT"]
+    assert "program writes files of its own" in said
+    assert "s3://" not in said, "two programs would count the steps of one store"
