@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from benchmarks.interval import Interval
 from benchmarks.measure import report
 from e2e import deploy
 from e2e.cluster import backend
-from e2e.harness import Cluster, phase, python, training_job, wait
+from e2e.harness import Cluster, Object, phase, python, training_job, wait
 from e2e.stores import PodStore, pod_store
 
 RESULT = Path("build/bench/recovery.json")
@@ -38,6 +39,7 @@ print('TELL imported', attempt, time.time() - began, flush=True)
 weight, rank = torch.zeros(BYTES // 4), dist.get_rank()
 with everstep.checkpointer() as checkpoints:
     start = checkpoints.restore(weight=weight)
+    print('TELL ready', attempt, time.time(), flush=True)
     for step in range(start.step + 1, 100000):
         weight[:1000] += 1
         dist.all_reduce(torch.zeros(1))
@@ -142,6 +144,76 @@ def _kill_node_of(site: Site, index: int, attempt: str) -> float:
         delete_job(site, name)
 
 
+def notice_spot_node(site: Site) -> float:
+    """Return the seconds in which nobody trains after a spot notice of 120 s, less the start of the new pod.
+
+    That is: the save that was asked for, the departure of its pod, the restore, and what the operator takes. No step
+    may be lost.
+    """
+    name, node = _start_away_from_operator(site, 1)
+    taint = "aws-node-termination-handler/spot-itn"
+    try:
+        wait(lambda: site.store.newest_step(name) >= 20, 120, "a checkpoint is stored")
+        site.cluster.kubectl("taint", "node", node, f"{taint}=true:NoSchedule", "--overwrite")
+        told = wait_for_step(site, name, "1.2", seconds=240)
+        restored = read_restored(site, name, "1.2")
+        assert restored.get("lostSteps", 0) == 0, restored
+        (pod,) = (p for p in site.cluster.pods(site.namespace, name) if p["metadata"]["name"] == f"{name}-1")
+        created = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
+        return told["step 1.2"] - told["last 1.1"] - (told["ready 1.2"] - created)
+    finally:
+        site.cluster.kubectl("taint", "node", node, f"{taint}-", check=False)
+        delete_job(site, name)
+
+
+def restart_kubelet(site: Site) -> float:
+    """Return the longest pause between two steps while the kubelet of a node is killed and comes back."""
+    return _measure_pause(site, lambda node: backend.faulty().restart_kubelet(node), 20.0)
+
+
+def kill_operator(site: Site) -> float:
+    """Return the longest pause between two steps while the operator is killed and comes back."""
+    return _measure_pause(site, lambda node: deploy.kill_operator(site.cluster), 30.0)
+
+
+def take_api_server_away(site: Site) -> float:
+    """Return the longest pause between two steps while there is no API server for a minute."""
+    return _measure_pause(site, lambda node: backend.faulty().restart_apiserver(60.0), 30.0)
+
+
+def _measure_pause(site: Site, disturb: Callable[[str], None], seconds: float) -> float:
+    """Return the longest pause between two steps of a rank, from the disturbance to so many seconds after it; the
+    generation must stay the same."""
+    name = start_job(site, nodes=2, size=64_000_000, spread=True)
+    try:
+        wait(lambda: site.store.newest_step(name) >= 20, 120, "a checkpoint is stored")
+        node = str(site.cluster.pods(site.namespace, name)[1]["spec"]["nodeName"])
+        began = time.time()
+        disturb(node)
+        until = time.time() + seconds
+        told = wait(lambda: _read_steps(site, name, until), seconds + 120, f"{name} goes on")
+        job = site.cluster.job(site.namespace, name)
+        assert job is not None
+        assert (job["status"]["epoch"], job["status"]["generation"]) == (1, 1), job["status"]
+        return max(
+            later - earlier
+            for steps in told
+            for earlier, later in itertools.pairwise(steps)
+            if later > began and earlier < until
+        )
+    finally:
+        delete_job(site, name)
+
+
+def _read_steps(site: Site, name: str, until: float) -> list[list[float]] | None:
+    """Return the times of all steps of each pod, once all have told one after `until`."""
+    found = []
+    for pod in site.cluster.pods(site.namespace, name):
+        text = site.cluster.logs(site.namespace, pod["metadata"]["name"])
+        found.append([float(at) for at in re.findall(r"TELL step 1\.1 \d+ (\S+)", text)])
+    return found if found and all(steps and steps[-1] > until for steps in found) else None
+
+
 def _start_away_from_operator(site: Site, index: int) -> tuple[str, str]:
     """Return a job of two nodes, and the node of this pod, on which no operator runs: its own recovery is another
     matter."""
@@ -187,8 +259,10 @@ def wait_for_step(site: Site, name: str, attempt: str, seconds: float = 180) -> 
             first = re.search(rf"TELL step {re.escape(attempt)} \d+ (\S+)", text)
             if first is None:
                 return None
-            for kind, of, value in re.findall(r"TELL (imported|exit) (\S+)(?: \d+)? (\S+)", text):
+            for kind, of, value in re.findall(r"TELL (imported|exit|ready) (\S+)(?: \d+)? (\S+)", text):
                 found[f"{kind} {of}"] = float(value)
+            for of, value in re.findall(r"TELL step (\S+) \d+ (\S+)", text):
+                found[f"last {of}"] = max(found.get(f"last {of}", 0.0), float(value))
             found[f"step {attempt}"] = max(found.get(f"step {attempt}", 0.0), float(first[1]))
         return found if len(pods) and found else None
 
@@ -198,10 +272,16 @@ def wait_for_step(site: Site, name: str, attempt: str, seconds: float = 180) -> 
 def read_restored_tier(site: Site, name: str, attempt: str) -> str:
     """Return the place from which an attempt has restored, once the status tells it."""
 
-    def look() -> str | None:
+    return str(read_restored(site, name, attempt).get("tier"))
+
+
+def read_restored(site: Site, name: str, attempt: str) -> Object:
+    """Return what an attempt began from, once the status tells it."""
+
+    def look() -> Object | None:
         job = site.cluster.job(site.namespace, name)
         restored = ((job or {"status": {}})["status"].get("checkpoint") or {}).get("restored") or {}
-        return str(restored.get("tier")) if restored.get("id") == attempt else None
+        return dict(restored) if restored.get("id") == attempt else None
 
     return wait(look, 60, f"the status of {name} tells what {attempt} began from")
 
@@ -209,11 +289,17 @@ def read_restored_tier(site: Site, name: str, attempt: str) -> str:
 def delete_job(site: Site, name: str) -> None:
     site.cluster.kubectl("delete", "tj", name, "-n", site.namespace, "--wait=false")
     wait(lambda: not site.cluster.pods(site.namespace, name), 180, f"{name} is gone")
+    # What was broken on purpose shall not keep the next job from its nodes.
+    site.cluster.kubectl("delete", "configmap", "-n", deploy.SYSTEM, "everstep-node-failures", "--ignore-not-found")
 
 
 ROWS: dict[str, tuple[float, Callable[[Site], float]]] = {
     "rank-crash-memory": (3.0, crash_rank),
     "pod-deleted-peer": (20.0, delete_pod),
+    "spot-notice": (3.0, notice_spot_node),
+    "kubelet-restart": (3.0, restart_kubelet),
+    "operator-killed": (3.0, kill_operator),
+    "api-server-down": (3.0, take_api_server_away),
     "node-killed": (45.0, kill_node),
     "node-killed-leader": (45.0, kill_node_of_leader),
 }

@@ -98,6 +98,37 @@ def test_a_save_for_a_notice_that_is_under_way_is_waited_for() -> None:
     assert [name for name, _ in asked(bench)] == ["notice"]
 
 
+def test_a_pool_of_nodes_that_is_cordoned_and_then_drained_costs_no_step() -> None:
+    """The operator asks for the cordon's checkpoint again until the leader's state tells of it."""
+    cordon = CheckpointRequest("cordon", None)
+    bench = train(running(), 10, saved=9)
+    bench.leader.request_checkpoint(bench.now, cordon)
+    train(train(bench, 11, saved=11), 60, saved=11)
+    leave(bench)
+    assert (bench.leader.state()["checkpointRequest"] or {})["id"] == "cordon"
+    bench.leader.request_checkpoint(bench.now, cordon)
+    assert asked(bench) == [("cordon", None), ("leaving-1.1", 80.0)]
+    assert train(bench, 61, saved=11).phase == "running"
+    assert train(bench, 61, saved=61).phase == "stopping"
+
+
+def test_ranks_that_went_on_after_a_save_for_a_notice_that_was_withdrawn_save_again() -> None:
+    bench = train(running(), 10, saved=9)
+    bench.leader.request_checkpoint(bench.now, CheckpointRequest("notice", 600.0))
+    train(bench, 11, saved=11).later(200)
+    assert leave(train(bench, 500, saved=11)).phase == "running"
+    assert asked(bench)[1:] == [("leaving-1.1", 80.0)]
+    assert train(bench, 501, saved=501).phase == "stopping"
+
+
+def test_a_node_that_is_gone_before_the_grace_of_its_pod_bounds_the_wait() -> None:
+    """Pods leave shortly before the deadline of a notice, also where the save for it has not come."""
+    bench = train(running(), 20, saved=10)
+    bench.leader.request_checkpoint(bench.now, CheckpointRequest("notice", 30.0))
+    assert leave(bench).later(14).phase == "running"
+    assert bench.later(1).phase == "stopping", "ranks that handle TERM have the rest"
+
+
 @pytest.mark.parametrize("end", ["a rank fails", "the pod is gone", "all ranks end"])
 def test_what_happens_meanwhile_counts(end: str) -> None:
     bench = leave(train(running(), 20, saved=10))
@@ -112,6 +143,21 @@ def test_what_happens_meanwhile_counts(end: str) -> None:
         for index in range(2):
             bench.report(index, [ProcessExit(2 * index, 0), ProcessExit(2 * index + 1, 0)])
         assert [each.outcome.result for each in bench.ends()] == ["succeeded"]
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "signal"),
+    [("Connection reset by peer", 1, None), ("killed by SIGKILL", 137, 9), ("exited with code 143", 143, None)],
+)
+def test_what_the_end_of_the_pod_does_to_ranks_is_no_failure_of_theirs(
+    message: str, code: int, signal: int | None
+) -> None:
+    """A kubelet that shuts down gives pods less time than they have, and tells nobody."""
+    bench = leave(train(running(), 20, saved=10)).later(15)
+    bench.fail(0, 0, code, message, signal=signal).later(1)
+    bench.clean(0).clean(1)
+    assert bench.history == [("1.1", "Leaving", 1)]
+    assert bench.stops()[-1].grace == (GRACE if code == 143 else bench.config.restart_grace)
 
 
 def test_the_next_generation_is_not_ended_for_the_pod_that_has_left() -> None:

@@ -115,3 +115,36 @@ def test_ranks_that_wait_after_a_checkpoint_for_a_node_that_goes_away_do_not_han
     assert DumpStacks() not in bench.take()
     bench.later(62.0)
     assert DumpStacks() in bench.take(), "nobody told them to stop"
+
+
+def test_a_node_that_is_not_heard_for_less_than_the_fence_timeout_is_no_hang() -> None:
+    """Its machine stands still, or the network to it is cut: all ranks wait for its own, and go on with them."""
+    bench: Bench = running(hang_timeout=30.0)
+    steps = [step(rank, 7) for rank in range(4)]
+    bench.leader.take_heartbeat(bench.now, 1, 1, steps)
+    end = bench.now + 38.0
+    while bench.now < end:
+        bench.now += 1.0
+        bench.leader.note_sign_of_life(bench.now, 0)
+        bench.leader.take_heartbeat(bench.now, 1, 1, steps[:2])
+        bench.leader.tick(bench.now)
+        assert DumpStacks() not in bench.take()
+    bench.later(10.0)
+    bench.leader.take_heartbeat(bench.now, 1, 1, [step(rank, 8) for rank in range(4)])
+    bench.later(29.0)
+    assert (bench.phase, bench.history) == ("running", [])
+    bench.later(1.0 + DUMP_SECONDS)
+    assert bench.stops(), "now all are heard, and none makes a step"
+
+
+def test_what_arrived_while_the_leader_stood_still_is_read_before_ranks_are_said_to_hang() -> None:
+    bench: Bench = running(hang_timeout=60.0)
+    bench.leader.take_heartbeat(bench.now, 1, 1, [step(rank, 7) for rank in range(4)])
+    bench.later(60.0)
+    assert DumpStacks() in bench.take()
+    bench.now += 5.0
+    bench.leader.take_heartbeat(bench.now, 1, 1, [step(2, None)])
+    bench.leader.take_heartbeat(bench.now, 1, 1, [step(0, 8)])
+    bench.leader.tick(bench.now)
+    bench.later(10.0)
+    assert (bench.phase, bench.history) == ("running", [])

@@ -58,3 +58,24 @@ def test_a_job_of_this_version_has_no_unknown_fields() -> None:
 def test_a_manifest_that_a_user_writes_may_have_none() -> None:
     with pytest.raises(ValidationError):
         TrainingJob.parse(stored(later=1))
+
+
+def test_a_cause_that_only_a_newer_version_knows_stays_a_restart_that_is_counted() -> None:
+    """A newer operator has run and is rolled back: the jobs that it restarted meanwhile are still looked after."""
+    manifest = job().build().manifest()
+    time = "2026-01-01T12:00:00Z"
+    charges = [{"id": "1.1", "cause": "Application", "time": time}, {"id": "1.2", "cause": "Later", "time": time}]
+    manifest["status"] = {
+        "phase": "Running",
+        "restarts": {"total": 2, "application": 1, "charges": charges},
+        "lastFailure": {"cause": "Later", "reason": "Later"},
+        "checkpoint": {"restored": {"id": "1.3", "step": 5, "tier": "moon"}},
+    }
+    status = TrainingJob.parse_stored(manifest).status
+    assert status.restarts.last is not None
+    assert (status.restarts.last.id, status.restarts.last.cause) == ("1.2", "Ignored")
+    assert status.last_failure is not None
+    assert status.last_failure.reason == "Later"
+    assert status.checkpoint is not None
+    assert status.checkpoint.restored is not None
+    assert status.checkpoint.restored.tier is None

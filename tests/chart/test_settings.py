@@ -82,3 +82,13 @@ def test_ports_and_paths_are_the_operator_s_defaults(render: Render) -> None:
     assert ports == {"health": DEFAULTS.health_port, "metrics": DEFAULTS.metrics_port}
     mounts = {mount["name"]: mount["mountPath"] for mount in found["volumeMounts"]}
     assert mounts["key"] == str(DEFAULTS.key_folder)
+
+
+def test_an_empty_list_reaches_the_operator_as_none_and_not_as_its_default(render: Render) -> None:
+    """Whoever empties a list wants none of it."""
+    empty: dict[str, list[str]] = {
+        name: [] for name in ("allowedServiceAccounts", "allowedHostFields", "allowedPriorityClasses")
+    }
+    settings = OperatorSettings.load(environment(render(jobPods={**empty, "copiedLabels": []}, nodeSignals=[])))
+    assert settings.copied_labels == ()
+    assert settings == DEFAULTS.model_copy(update={"copied_labels": ()})

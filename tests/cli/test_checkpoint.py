@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.catalog.verification import verify_and_mark
 from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.publish import folder as folders
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import Training, key
 from tests.cli.command import Done
@@ -262,6 +264,25 @@ def test_a_program_that_starts_again_keeps_the_folder_that_it_left(everstep: Eve
     done = everstep("checkpoint", "restore", "store", "back", "--if-any", "--if-empty")
     assert (done.returncode, "left as it is" in done.stderr) == (0, True)
     assert (tmp_path / "back" / "weights").read_text() == "newer"
+
+
+def test_of_pods_that_restore_into_one_volume_the_first_is_enough(
+    everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("stored")
+    everstep("checkpoint", "publish", "model", "store", "--step", "1")
+    fill = folders._fill_folder
+
+    def fill_beside_another(*args: Any) -> None:
+        fill(*args)
+        (tmp_path / "back").mkdir()
+        (tmp_path / "back" / "weights").write_text("of the first")
+
+    monkeypatch.setattr(folders, "_fill_folder", fill_beside_another)
+    done = everstep("checkpoint", "restore", "store", "back", "--if-any", "--if-empty")
+    assert (done.returncode, "restored by another process" in done.stderr) == (0, True)
+    assert (tmp_path / "back" / "weights").read_text() == "of the first"
 
 
 def test_damaged_is_not_taken_for_a_first_start(everstep: Everstep, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.cli.cluster import LogsNotReadyError
+from everstep.cli.cluster import ClusterUnavailableError, LogsNotReadyError
 from everstep.cli.errors import CliError
 from everstep.cli.lines import LogLine
 from everstep.cli.tail import follow_lines, list_failure_lines, read_past_lines
@@ -120,6 +120,60 @@ def test_a_refusal_of_the_api_server_ends_following_with_its_words() -> None:
     cluster = Scripted([("Running", [pod("j-0", "a")])], {"j-0": [CliError("pods/log is forbidden")]})
     with pytest.raises(CliError, match="forbidden"):
         texts(cluster)
+
+
+class Outages(Scripted):
+    """The API server is unavailable in these looks."""
+
+    away: frozenset[int] = frozenset()
+
+    def job(self, name: str) -> dict[str, Any] | None:
+        if self.look in self.away:
+            self.look += 1
+            raise ClusterUnavailableError("the API server is unavailable")
+        return super().job(name)
+
+
+def test_an_api_server_that_is_away_for_a_moment_ends_nothing_and_loses_no_line() -> None:
+    running = ("Running", [pod("j-0", "a")])
+    away = ClusterUnavailableError("the API server is unavailable")
+    cluster = Outages(
+        [running] * 40 + [("Succeeded", [pod("j-0", "a", "Succeeded")])],
+        {"j-0": [[stamped(1, "before")], away, away, [stamped(1, "before"), stamped(2, "after")]]},
+    )
+    cluster.away = frozenset(range(2, 20))
+    assert texts(cluster) == ["before", "after"]
+
+
+def test_a_log_that_cannot_be_read_at_the_end_of_the_job_is_read_to_its_end_all_the_same() -> None:
+    away = ClusterUnavailableError("the API server is unavailable")
+    cluster = Scripted([("Succeeded", [pod("j-0", "a", "Succeeded")])], {"j-0": [away, away, [stamped(1, "last")]]})
+    assert texts(cluster) == ["last"]
+
+
+def test_a_log_that_a_dead_node_keeps_is_told_and_the_others_go_on() -> None:
+    """The API server asks the kubelet for it, and answers with 500 where there is none."""
+    away = ClusterUnavailableError("the API server rejected the request: dial tcp: no route to host")
+    pods = [pod("j-0", "a"), pod("j-1", "b")]
+    cluster = Scripted(
+        [("Running", pods)] * 20 + [("Succeeded", [pod("j-0", "a", "Succeeded")])],
+        {"j-0": [[stamped(1, "here")], []], "j-1": [away]},
+    )
+    past = [line.text for line in read_past_lines(cluster, "j", None)]
+    assert past[1:] == ["here"], "the notice has no time"
+    assert past[0].startswith("everstep: the log of j-1 cannot be read")
+    cluster.look, cluster.logs["j-0"] = 0, [[stamped(1, "here")], []]
+    found = [line.text for line in follow_lines(cluster, "j", None, look_every=0.05, outage_seconds=0.2)]
+    assert found[0] == "here"
+    assert found[1].startswith("everstep: the log of j-1 cannot be read")
+    assert len(found) == 2
+
+
+def test_an_api_server_that_stays_away_ends_following() -> None:
+    cluster = Outages([("Running", [pod("j-0", "a")])], {"j-0": [[]]})
+    cluster.away = frozenset(range(1, 10_000))
+    with pytest.raises(CliError, match="unavailable"):
+        list(follow_lines(cluster, "j", None, look_every=0.01, outage_seconds=0.2))
 
 
 def test_the_last_failure_s_lines_carry_its_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from typing import Any
 
@@ -13,9 +14,13 @@ from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.cache import object_key, resource_version
 from everstep_operator.cluster.node_leases import NODE_LEASES_NAMESPACE
-from everstep_operator.cluster.resources import EVENTS, LEASES, NODES, POOLS, ApiResource
+from everstep_operator.cluster.resources import CONFIG_MAPS, EVENTS, LEASES, NODES, POOLS, ApiResource
 from everstep_operator.plan import gang
+from everstep_operator.plan.affinity import list_excluded_nodes
 from everstep_operator.plan.gang import STALL_SECONDS_ALONE
+from everstep_operator.plan.node_failures import RECORD_NAME
+from everstep_operator.plan.observation import parse_pod
+from everstep_operator.settings import OperatorSettings
 from tests.integration.conftest import USER
 from tests.integration.inprocess import Simulation, operator
 from tests.integration.world import World, until
@@ -126,6 +131,35 @@ async def test_a_pod_whose_agent_and_kubelet_are_silent_is_replaced_elsewhere(
         found = await healthy(world, "digits")
         assert found is not None
         assert ("get", "coordination.k8s.io", "leases") in client.used
+
+
+async def test_a_node_on_which_pods_die_is_on_record_and_avoided(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    world, bad = still_world, f"{still_world.namespace}-bad"
+    async with (
+        operator(control_plane.user_kubeconfig(USER), world) as (_, client),
+        Simulation(world, "digits", (bad,)) as simulation,
+    ):
+        await running(world, simulation)
+        for _ in range(2):
+            (pod,) = await world.pods("digits")
+            assert bad not in parse_pod(pod).avoids
+            await world.end(pod, 137)
+
+            async def replaced(before: str = pod["metadata"]["uid"]) -> bool:
+                pods = await world.pods("digits")
+                return bool(pods and pods[0]["metadata"]["uid"] != before)
+
+            await until(replaced, "another pod", 60)
+            await world.until_phase("digits", "Running", seconds=60)
+        (pod,) = await world.pods("digits")
+        assert list_excluded_nodes(pod["spec"]) == {bad}, "the third placement"
+        charges = (await world.job("digits"))["status"]["restarts"]["charges"]
+        assert [(charge["node"], charge["reason"]) for charge in charges] == [(bad, "ContainerKilled")] * 2
+        assert ("update", "", "configmaps") in client.used, "with the rights of the chart"
+    record = await world.client.get(CONFIG_MAPS, OperatorSettings.load({}).pod_namespace, RECORD_NAME)
+    assert len(json.loads(record["data"][bad])) == 2
 
 
 async def test_a_dead_leader_under_strict_fencing_is_replaced_once_its_ranks_have_ended(
@@ -306,7 +340,7 @@ async def test_three_jobs_behind_one_that_no_nodes_can_hold_get_theirs(
     async with operator(control_plane.user_kubeconfig(USER), still_world) as (made, _):
         await small.submit("impossible", 32)
         await until(lambda: hold(impossible=6), "it came first", 120)
-        assert [view.possible for view in made.gangs.others(("", ""))] == [False]
+        assert [view.possible for view in made.gangs.list_rivals(("", ""))] == [False]
     # It counts again after a restart of the operator, from what the API server has.
     async with operator(control_plane.user_kubeconfig(USER), still_world):
         for name in names[1:]:

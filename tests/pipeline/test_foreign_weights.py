@@ -95,7 +95,7 @@ def test_a_loss_that_reads_weights_of_other_stages_is_refused_with_their_names(w
     here, there = ranks.run(2, _refused, with_targets)
     for name, words in here.items():
         if name == "statistics" and with_targets:  # which forward writes
-            assert "reads something that forward leaves behind" in words
+            assert "reads something that forward stores" in words
             continue
         weight = {"statistics": "norm.running_var", "a number": "embed.bias"}.get(name, "embed.weight")
         for said in (words, there[name]):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from everstep_operator.api.status import CheckpointStatus, ConditionType
+import json
+
+from everstep_operator.api.status import CheckpointStatus, ConditionType, TrainingProgress
+from everstep_operator.plan.checkpoint_status import MAX_STEPS
 from everstep_operator.plan.leader_view import ReportedCheckpoint, ReportedRestore
 from tests.builders import job
 from tests.plan.world import START, World
@@ -151,3 +154,20 @@ def test_steps_that_are_trained_again_do_not_count_as_good() -> None:
     timings = world.status.timings
     assert timings.lost == 30.0
     assert timings.goodput == round((timings.running - 30) / (timings.running + timings.recovering), 4)
+
+
+def test_whatever_a_leader_says_of_rates_and_lost_steps_the_status_can_be_written() -> None:
+    """A status that holds what JSON does not know is rejected, and the job would stand still."""
+    world = saves()
+    world.now += 100
+    world.reconcile()
+    assert world.leader is not None
+    progress = TrainingProgress(step=500, steps_per_second=5e-324)
+    world.job = world.job.model_copy(update={"status": world.status.model_copy(update={"progress": progress})})
+    for generation in (2, 3):
+        restored = ReportedRestore(f"1.{generation}", 0, lost_steps=MAX_STEPS)
+        world.reported = ReportedCheckpoint(step=470, restored=restored)
+        world.reconcile()
+    json.dumps(world.status.manifest(), allow_nan=False)
+    assert known(world).lost_steps == MAX_STEPS
+    assert world.status.timings.lost <= 200

@@ -127,6 +127,33 @@ def test_progress_that_was_interrupted_begins_anew() -> None:
     assert allowance(world) == 2
 
 
+@pytest.mark.parametrize(("minutes", "left"), [(1, 0), (11, 1)])
+def test_time_in_which_a_job_is_suspended_is_no_progress(minutes: int, left: int) -> None:
+    world = running(application=1, window="28d", resetAfter="10m")
+    world.fail_rank()
+    world.run("Running")
+    train(world, 100)
+    world.now += 60 * minutes
+    world.edit(suspend=True)
+    world.run("Suspended")
+    world.now += 24 * 3600
+    world.edit(suspend=False)
+    world.run("Running")
+    assert allowance(world) == left
+    assert world.status.restarts.application == 1
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_of_plain_pods_that_fail_in_one_second_the_code_that_has_a_rule_decides(index: int) -> None:
+    plain = job().nodes(2).plain().restart(application=3, onExitCodes=rules(([42], "Fail"))).build()
+    world = World(plain).run("Running")
+    world.exit(index, 42)
+    world.exit(1 - index, 1)
+    world.reconcile()
+    assert world.phase == "Failed"
+    assert world.status.transitions[-1].reason == "FatalExitCode"
+
+
 def test_without_a_reset_only_the_window_counts_and_nothing_is_kept_for_it() -> None:
     world = running(application=1, window="1d")
     train(world, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.node_capacity import _sum_requests
@@ -13,7 +14,8 @@ from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import JobBuilder, job
 
-POLICY = {"store": "s3://bucket/run", "secretRef": {"name": "s3"}, "keepLast": 2, "folder": {}}
+SHARED = {"persistentVolumeClaim": {"claimName": "shared"}}
+POLICY = {"store": "s3://bucket/run", "secretRef": {"name": "s3"}, "keepLast": 2, "folder": {"quiet": "5s"}}
 
 
 def resolve(builder: JobBuilder, *, plain: bool = False) -> FrozenTemplate | RejectedTemplate:
@@ -28,7 +30,9 @@ def containers(frozen: FrozenTemplate | RejectedTemplate, index: int = 0, epoch:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_folder_is_restored_before_the_program_starts_and_published_beside_it(*, plain: bool) -> None:
-    builder = job().nodes(2).spec(checkpoint=POLICY, env=[{"name": "AWS_REGION", "value": "eu-west-1"}])
+    builder = (
+        job().nodes(2).spec(checkpoint={**POLICY, "volume": SHARED}, env=[{"name": "AWS_REGION", "value": "eu-west-1"}])
+    )
     found = containers(resolve(builder.plain() if plain else builder, plain=plain))
     assert list(found) == ["everstep-restore", "everstep-publish", "trainer"]
     assert found["everstep-restore"]["command"][4:] == [
@@ -53,15 +57,36 @@ def test_the_folder_is_restored_before_the_program_starts_and_published_beside_i
 
 
 def test_only_the_first_pod_publishes() -> None:
-    assert list(containers(resolve(job().nodes(2).spec(checkpoint=POLICY)), 1)) == ["everstep-restore", "trainer"]
+    frozen = resolve(job().nodes(2).spec(checkpoint={**POLICY, "volume": SHARED}))
+    assert list(containers(frozen, 1)) == ["everstep-restore", "trainer"]
+    assert isinstance(frozen, FrozenTemplate)
+    (volume,) = (each for each in frozen.pod["spec"]["volumes"] if each["name"] == "everstep-checkpoints")
+    assert volume["persistentVolumeClaim"] == SHARED["persistentVolumeClaim"]
+
+
+@pytest.mark.parametrize("volume", [None, {"ephemeral": {}}])
+def test_pods_that_share_no_folder_would_go_on_from_different_files(volume: dict[str, Any] | None) -> None:
+    """Those of pod 0 from the newest, others from older ones: what runs again in place is not restored anew."""
+    policy = {**POLICY, **({"volume": volume} if volume is not None else {})}
+    with pytest.raises(ValidationError, match=r"needs checkpoint\.volume, which they share"):
+        job().nodes(2).spec(checkpoint=policy).build()
+    job().nodes(1).spec(checkpoint=policy).build()
 
 
 def test_the_program_says_when_its_files_are_complete_and_which_image_can_publish_them() -> None:
-    folder = {"marker": "DONE", "quiet": "90s", "each": "checkpoint-*", "image": "example.com/publisher:1"}
+    folder = {"marker": "DONE", "each": "checkpoint-*", "image": "example.com/publisher:1"}
     found = containers(resolve(job().spec(checkpoint={**POLICY, "folder": folder})))
     command = found["everstep-publish"]["command"]
-    assert command[command.index("--quiet") :] == ["--quiet", "90", "--marker", "DONE", "--each", "checkpoint-*"]
+    assert command[command.index("--marker") :] == ["--marker", "DONE", "--each", "checkpoint-*"]
+    assert "--quiet" not in command
     assert found["everstep-publish"]["image"] == found["everstep-restore"]["image"] == "example.com/publisher:1"
+
+
+@pytest.mark.parametrize("folder", [{}, {"each": "checkpoint-*"}, {"marker": "DONE", "quiet": "5s"}])
+def test_how_files_become_complete_is_said_and_not_guessed(folder: dict[str, Any]) -> None:
+    """Files that a killed program leaves half-written do not change any more either."""
+    with pytest.raises(ValidationError, match="set either marker"):
+        job().spec(checkpoint={**POLICY, "folder": folder}).build()
 
 
 def test_a_pod_template_may_size_the_containers_and_they_keep_a_guaranteed_pod_guaranteed() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.agent.node.termination_message import encode_termination_message
+from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.observation import TerminationMessage, parse_pod, parse_termination_message
+from everstep_operator.plan.pod_replacement import explain_loss, was_told_to_stop
 from tests.builders import CREATED
 
 AT = "2026-01-01T12:00:10Z"
@@ -52,6 +57,20 @@ def test_the_trainer_counts_although_a_sidecar_runs_on() -> None:
     assert pod.ended is not None
     assert (pod.ended.exit_code, pod.ended.signal, pod.ended.reason) == (137, 9, "OOMKilled")
     assert not pod.running
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_a_pod_that_its_kubelet_ends_keeps_the_reason_beside_its_exit_code(code: int) -> None:
+    """A machine that shuts down gives containers the time to end: their states are there, and tell less."""
+    over = {"terminated": {"exitCode": code, "reason": "Error" if code else "Completed", "startedAt": AT}}
+    message = "Pod was terminated in response to imminent node shutdown."
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+    pod = parse_pod(raw(state=over, phase="Failed", reason="Terminated", message=message, conditions=[target]))
+    assert pod.ended is not None
+    assert (pod.ended.exit_code, pod.ended_by) == (code, "Terminated")
+    assert was_told_to_stop(pod)
+    assert explain_loss(pod) is Reason.EVICTED
+    assert explain_loss(replace(pod, on_spot=True)) is Reason.SPOT_INTERRUPTION, "the only notice that GKE gives"
 
 
 def test_an_evicted_pod_has_ended_without_an_exit_code() -> None:
@@ -123,6 +142,21 @@ JSON = st.recursive(
 @given(word=st.dictionaries(st.sampled_from(["result", "epoch", "rank", "exitCode", "logTail", "message"]), JSON))
 def test_no_last_word_breaks_the_operator(word: dict[str, Any]) -> None:
     parse_termination_message(json.dumps(word))
+
+
+def test_of_a_last_word_that_a_kubelet_has_cut_off_all_but_the_end_is_read() -> None:
+    """Each of six containers has 2 KiB: a kubelet keeps 12 KiB of a pod."""
+    said = {"result": "failed", "epoch": 2, "generation": 3, "rank": 1, "exitCode": 7, "message": 'said "no", [and {'}
+    told = {"generationHistory": ["2.1 Application"], "progress": {"step": 5, "at": 1.0}}
+    whole = encode_termination_message({**said, "logTail": ["x, \\" * 20] * 20, **told}).decode()
+    assert len(whole) > 2048
+    word = parse_termination_message(whole[:2048])
+    assert word is not None
+    assert (word.result, word.epoch, word.exit_code, word.message) == ("failed", 2, 7, said["message"])
+    assert word.progress is not None
+    assert [entry.id for entry in word.history] == ["2.1"]
+    for length in range(len(whole)):
+        parse_termination_message(whole[:length])  # wherever it is cut
 
 
 def test_a_last_word_that_a_program_made_up_is_harmless() -> None:

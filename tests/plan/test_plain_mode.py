@@ -152,6 +152,85 @@ def test_plain_failures_end_with_the_budget() -> None:
     assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_program_that_exits_with_0_because_it_is_told_to_stop_has_not_succeeded(nodes: int) -> None:
+    """Its handler of TERM saves, as it should. The operator looks when all of that is over."""
+    world = World(job().nodes(nodes).plain().build()).run("Running")
+    for index in range(nodes):
+        world.delete(index, disruption="EvictionByEvictionAPI")
+    world.now += 3
+    for index in range(nodes):
+        world.exit(index, 0)
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert world.status.restarts.infrastructure == world.status.restarts.total == 1
+    world.run("Running")
+
+
+@pytest.mark.parametrize(("why", "reason"), [("Terminated", "Evicted"), ("DeadlineExceeded", "PodLost")])
+def test_a_program_that_exits_with_0_because_its_machine_shuts_down_has_not_succeeded(why: str, reason: str) -> None:
+    """A kubelet that shuts down deletes no pod: it ends them, and says so of the pod; as for activeDeadlineSeconds."""
+    world = World(job().plain().build()).run("Running")
+    world.exit(0, 0)
+    world.pods["digits-0"] = dataclasses.replace(world.pods["digits-0"], phase="Failed", ended_by=why)
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.reason, world.status.restarts.infrastructure) == (reason, 1)
+
+
+@pytest.mark.parametrize(("code", "reason"), [(255, "Unknown"), (137, "ContainerStatusUnknown")])
+def test_a_machine_that_is_started_anew_is_no_failure_of_the_program(code: int, reason: str) -> None:
+    world = plain()
+    world.exit(1, code, reason=reason)
+    world.run("Restarting")
+    world.run("Running")
+    assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
+
+
+def test_a_pod_that_is_deleted_after_its_program_has_ended_has_succeeded() -> None:
+    world = plain()
+    world.exit(0, 0)
+    world.exit(1, 0)
+    world.now += 1
+    world.delete(1)
+    world.reconcile()
+    assert world.phase == "Succeeded"
+
+
+def restarts_of(world: World, exit_code: int, seconds: float) -> int:
+    """Let the program fail as soon as it runs; return the restarts in so many seconds."""
+    end = world.now + seconds
+    while world.now < end:
+        world.exit(0, exit_code)
+        world.exit(1, exit_code)
+        world.reconcile()
+        world.tick()
+    return world.status.restarts.total
+
+
+def test_failures_in_a_row_are_restarted_after_longer_and_longer_pauses() -> None:
+    """Nothing else would bound how often pods are made where an exit code costs nothing."""
+    ignored = {"onExitCodes": [{"codes": [75], "action": "Ignore"}]}
+    world = World(job().nodes(2).plain().restart(application=0, **ignored).build()).run("Running")
+    assert restarts_of(world, 75, 600) < 20
+    assert world.status.restarts.ignored == world.status.restarts.total
+    impatient = World(job().nodes(2).plain().restart(application=1000, maxBackoff="0s").build()).run("Running")
+    assert restarts_of(impatient, 1, 60) > 15
+
+
+def test_a_failure_after_a_long_run_is_the_first_in_a_row() -> None:
+    world = World(job().nodes(2).plain().restart(application=1000, window="1s").build()).run("Running")
+    restarts_of(world, 1, 300)
+    world.run("Running")
+    world.now += 3600
+    world.exit(1, 1)
+    world.run("Restarting")
+    began = world.now
+    world.run("Running")
+    assert world.now - began < 10
+
+
 def fencing_tokens(world: World) -> set[tuple[str, str]]:
     """Return what the ranks of each pod are told."""
     frozen = world.observe().frozen

@@ -8,6 +8,7 @@ import pytest
 
 from everstep_operator.api.status import MAX_CHARGES, Cause, Charge, Restarts
 from everstep_operator.plan.actions import LeaderPoll
+from everstep_operator.plan.observation import TerminationMessage
 from tests.builders import job
 from tests.plan.world import World
 
@@ -177,6 +178,31 @@ def test_a_container_killed_for_memory_is_the_programs_own() -> None:
     assert counts(world) == (1, 0, 0)
     assert world.status.last_failure is not None
     assert world.status.last_failure.reason == "OutOfMemory"
+
+
+@pytest.mark.parametrize(
+    ("disruption", "exit_code", "expected"),
+    [
+        ("PreemptionByScheduler", 143, (1, 0, 1)),
+        ("EvictionByEvictionAPI", 143, (1, 1, 0)),
+        ("PreemptionByScheduler", 137, (1, 0, 1)),  # its grace was over before the agent had ended
+    ],
+)
+def test_a_rank_that_was_killed_for_memory_once_makes_no_later_end_of_its_pod_another_one(
+    disruption: str, exit_code: int, expected: tuple[int, int, int]
+) -> None:
+    """Runtimes say OOMKilled of each end of such a container, though its ranks were started again in place."""
+    world = running(application=1)
+    world.fail_rank(137, cause="OutOfMemory")
+    world.run("Running")
+    assert counts(world) == (1, 0, 0)
+    world.delete(2, disruption=disruption)
+    world.now += 5
+    word = TerminationMessage("left", epoch=1, generation=2, exit_code=143) if exit_code == 143 else None
+    world.exit(2, exit_code, word=word, reason="OOMKilled")
+    world.run("Restarting")
+    world.run("Running")
+    assert counts(world) == expected
 
 
 def test_a_lost_leader_is_charged_although_its_history_is_gone() -> None:

@@ -1,11 +1,12 @@
 {{- /* Environment of the operator; the names are those of everstep_operator/settings.py. */ -}}
 {{- define "everstep.settings" -}}
+{{- /* An empty variable is an absent one, which means the default. A comma is a list of none. */ -}}
 EVERSTEP_WATCH_NAMESPACES: {{ join "," .Values.watchNamespaces | quote }}
 EVERSTEP_CLUSTER_DOMAIN: {{ .Values.clusterDomain | quote }}
 EVERSTEP_ALLOWED_SERVICE_ACCOUNTS: {{ join "," .Values.jobPods.allowedServiceAccounts | quote }}
 EVERSTEP_ALLOWED_HOST_FIELDS: {{ join "," .Values.jobPods.allowedHostFields | quote }}
 EVERSTEP_ALLOWED_PRIORITY_CLASSES: {{ join "," .Values.jobPods.allowedPriorityClasses | quote }}
-EVERSTEP_COPIED_LABELS: {{ join "," .Values.jobPods.copiedLabels | quote }}
+EVERSTEP_COPIED_LABELS: {{ join "," .Values.jobPods.copiedLabels | default "," | quote }}
 EVERSTEP_FENCE_TIMEOUT: {{ .Values.fenceTimeoutSeconds | quote }}
 EVERSTEP_NODE_SILENCE: {{ .Values.nodeSilenceSeconds | quote }}
 EVERSTEP_NODE_FAILURE_WINDOW: {{ .Values.nodeFailureWindowSeconds | quote }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from everstep_operator.api.job import TrainingJob
-from everstep_operator.api.status import Phase, TrainingJobStatus
+from everstep_operator.api.status import Cause, Phase, TrainingJobStatus
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 21600)
@@ -46,7 +46,7 @@ is_leader = Gauge("everstep_operator_leader", "1 while this process holds the Le
 def record_status_change(before: TrainingJob, status: TrainingJobStatus, now: float) -> None:
     """Count what a status that has just been stored says anew."""
     old = before.status
-    for cause in ("application", "infrastructure", "preemption", "ignored"):
+    for cause in (each.value.lower() for each in Cause):
         restarts.labels(cause).inc(max(0, getattr(status.restarts, cause) - getattr(old.restarts, cause)))
     ran_before = any(transition.phase == Phase.RUNNING for transition in old.transitions)
     created = before.metadata.creation_timestamp

@@ -79,12 +79,22 @@ class FolderPublishing(ApiModel):
     """Image of the containers that restore and publish, with `python3` and the package `everstep[checkpoint,s3]`.
     Absent: the trainer's."""
     marker: Annotated[str, Pattern("^[!-.0-~]+$", 255)] | None = None
-    """Name of the file that the program writes last. Absent: the folder is complete after `quiet`."""
-    quiet: Annotated[Duration, limit_duration("1s", "1h")] = timedelta(seconds=5)
-    """Time without a change after which the folder is complete."""
+    """Name of the file that the program writes last, when all others are complete."""
+    quiet: Annotated[Duration, limit_duration("1s", "1h")] | None = None
+    """Without `marker`: time without a change after which the folder is complete. For programs that rename finished
+    files into place: what a program leaves half-written when it is killed would be published too."""
     each: Annotated[str, Pattern("^[!-.0-~]+$", 255)] | None = None
     """Pattern of folders that are published one by one, such as `checkpoint-*`; their names end with the step. Absent:
     the folder is published as a whole."""
+
+    rules: ClassVar = (
+        Rule(
+            "has(self.marker) != has(self.quiet)",
+            "set either marker, the name of the file that the program writes last, or quiet, for a program that "
+            "renames finished files into place",
+            lambda value: (value.marker is None) != (value.quiet is None),
+        ),
+    )
 
 
 class CheckpointPolicy(ApiModel):
@@ -99,7 +109,7 @@ class CheckpointPolicy(ApiModel):
     """A volume that is mounted at `/opt/ml/checkpoints`."""
     folder: FolderPublishing | None = None
     """For programs that only write files into `/opt/ml/checkpoints`, without everstep's library. Pod 0 publishes them
-    into the store, and all pods begin with them."""
+    into the store, and pods begin with them. A job with several nodes also needs a `volume` that they share."""
     every: (
         Annotated[
             str,
@@ -127,9 +137,11 @@ class CheckpointPolicy(ApiModel):
 
     rules: ClassVar = (
         Rule(
-            "!has(self.store) || !has(self.volume) || self.store.startsWith('/')",
+            "!has(self.store) || !has(self.volume) || has(self.folder) || self.store.startsWith('/')",
             "store is a URL: remove it and checkpoints are kept in the volume, or remove volume",
-            lambda value: value.store is None or value.volume is None or value.store.startswith("/"),
+            lambda value: (
+                value.store is None or value.volume is None or value.folder is not None or value.store.startswith("/")
+            ),
             ".store",
         ),
         Rule(

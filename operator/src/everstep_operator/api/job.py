@@ -234,6 +234,13 @@ def _stages_fit_ranks(pipeline: PipelineDistribution | None, nodes: int, procs: 
     return (nodes * procs) % pipeline.stages == 0 or pipeline.stages % (nodes * procs) == 0
 
 
+def _is_folder_shared(policy: CheckpointPolicy | None) -> bool:
+    """Return whether all nodes see the files that a program writes, where such files are published."""
+    if policy is None or policy.folder is None:
+        return True
+    return policy.volume is not None and policy.volume.ephemeral is None
+
+
 class TrainingJobSpec(ApiModel):
     """Describes what to run."""
 
@@ -308,6 +315,15 @@ class TrainingJobSpec(ApiModel):
             "distribution.pipeline.stages must divide the number of ranks, numNodes times numProcPerNode, or be a "
             "multiple of it",
             lambda spec: _stages_fit_ranks(spec.distribution.pipeline, spec.num_nodes, spec.num_proc_per_node),
+        ),
+        # Ranks that are started again in place find what their own pod has: those of pod 0 would go on from the newest
+        # files, and others from older ones, or from none.
+        Rule(
+            "!has(self.checkpoint) || !has(self.checkpoint.folder) || self.numNodes == 1 || "
+            "has(self.checkpoint.volume) && !has(self.checkpoint.volume.ephemeral)",
+            "checkpoint.folder of a job with several nodes needs checkpoint.volume, which they share: set a "
+            "persistentVolumeClaim that is ReadWriteMany, or set numNodes to 1",
+            lambda spec: spec.num_nodes == 1 or _is_folder_shared(spec.checkpoint),
         ),
     )
     update_rules: ClassVar = (

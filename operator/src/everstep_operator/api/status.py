@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from everstep_operator.api.base import StatusModel
 from everstep_operator.api.scalars import ListMap, Time, Whole
@@ -49,6 +49,21 @@ class Cause(StrEnum):
     INFRASTRUCTURE = "Infrastructure"
     PREEMPTION = "Preemption"
     IGNORED = "Ignored"
+
+
+def _read_cause(value: Any) -> Any:
+    """Return a cause that only a newer operator knows as one that no budget pays: its restart stays counted, and a job
+    that an older operator takes over goes on."""
+    return Cause.IGNORED.value if isinstance(value, str) and value not in frozenset(Cause) else value
+
+
+def _read_tier(value: Any) -> Any:
+    """Return None for a place that only a newer operator knows."""
+    return value if value in get_args(Tier) or not isinstance(value, str) else None
+
+
+KnownCause = Annotated[Cause, Strict(False), BeforeValidator(_read_cause)]
+Tier = Literal["memory", "peer", "store"]
 
 
 class ConditionType(StrEnum):
@@ -113,7 +128,7 @@ class RestoreStatus(StatusModel):
     """`epoch.generation` of the generation that restored."""
     step: Count
     """The step that training went on from; 0 where there was no checkpoint."""
-    tier: Literal["memory", "peer", "store"] | None = None
+    tier: Annotated[Tier | None, BeforeValidator(_read_tier)] = None
     """The farthest place that any rank read from: its node's memory, another node's, or the store."""
     seconds: Seconds | None = None
     """Duration of the restore."""
@@ -144,7 +159,7 @@ class Charge(StatusModel):
 
     id: str = Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$", max_length=32)
     """`epoch.generation` of the generation that ended."""
-    cause: Annotated[Cause, Strict(False)]
+    cause: KnownCause
     """The budget that paid."""
     time: Time
     """When the generation ended."""
@@ -239,7 +254,7 @@ class StartFailures(StatusModel):
 class LastFailure(StatusModel):
     """The last failure."""
 
-    cause: Annotated[Cause, Strict(False)]
+    cause: KnownCause
     """The budget that paid."""
     reason: ReasonWord
     node: str | None = Field(default=None, max_length=253)

@@ -12,6 +12,7 @@ from everstep_operator.plan.leader_view import ReportedRestore, parse_generation
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 
 OVERDUE_INTERVALS = 3
+MAX_STEPS = 2**53  # as far as JSON readers count
 DEFAULT_OVERDUE = timedelta(hours=1)  # of a job that does not say how often it saves
 LEAST_OVERDUE = timedelta(minutes=2)  # a save itself takes time
 
@@ -41,7 +42,7 @@ def update_checkpoint(s: PlanContext) -> CheckpointStatus | None:
         bytes=size if size is not None else seen.bytes,
         failed_saves=seen.failed_saves,
         restored=restored,
-        lost_steps=base.lost_steps + lost,
+        lost_steps=min(base.lost_steps + lost, MAX_STEPS),
     )
 
 

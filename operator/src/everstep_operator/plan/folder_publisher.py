@@ -49,8 +49,8 @@ def build_folder_containers(job: TrainingJob) -> list[dict[str, Any]]:
     said, files = policy.folder, f"{_PLACE}/{_SUBFOLDER}"
     restore = [*_COMMAND, "restore", policy.store, files, "--if-any", "--if-empty"]
     publish = [*_COMMAND, "publish", files, policy.store, "--watch", "--keep-last", str(policy.keep_last)]
-    publish += ["--quiet", f"{said.quiet.total_seconds():g}"]
-    for option, value in (("--marker", said.marker), ("--each", said.each)):
+    quiet = f"{said.quiet.total_seconds():g}" if said.quiet is not None else None
+    for option, value in (("--quiet", quiet), ("--marker", said.marker), ("--each", said.each)):
         publish += [option, value] if value is not None else []
     common: dict[str, Any] = {
         "image": said.image or job.spec.image,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import LastFailure, Phase
 from everstep_operator.plan import pod_replacement, restart_budget
-from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import PlanContext
 
 
@@ -74,13 +73,9 @@ def _find_termination_outcome(s: PlanContext) -> JobOutcome | None:
 def _find_plain_outcome(s: PlanContext) -> JobOutcome | None:
     pods = list(s.current.values())
     whole = len(pods) == s.wanted and not any(restart_budget.is_set_charged(s.status.restarts, p) for p in pods)
-    if whole and all(_has_succeeded(p) for p in pods):
+    if whole and all(pod_replacement.has_succeeded(p) for p in pods):
         return JobOutcome(Phase.SUCCEEDED, Reason.COMPLETED, "all containers ended with exit code 0")
     return None
-
-
-def _has_succeeded(pod: PodView) -> bool:
-    return pod.ended is not None and pod.ended.exit_code == 0
 
 
 def _make_failed_outcome(

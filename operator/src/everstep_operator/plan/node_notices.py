@@ -14,6 +14,7 @@ may tolerate their taints.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 
 from everstep_operator.api.reasons import Reason
@@ -23,7 +24,7 @@ from everstep_operator.plan.actions import RequestCheckpoint
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.node_signals import NodeSignal
 from everstep_operator.plan.node_view import NodeView
-from everstep_operator.plan.observation import PodView
+from everstep_operator.plan.observation import Observation, PodView
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 
 # So long before the deadline the pods go, checkpoint or not, or a quarter of a shorter notice: their ranks may save by
@@ -32,7 +33,31 @@ LEAVE_SECONDS = 30.0
 LEAVE_SHARE = 0.25
 # A deadline that is further away (maintenance is announced days before) is reported, and acted upon when it is near.
 AHEAD_SECONDS = 600.0
+# A machine that is up so long after the time that was announced is not the one that goes: labels stay, and what they
+# tell is when a window of maintenance begins.
+OVERDUE_SECONDS = 600.0
 _IDLE_PHASES = frozenset({Phase.SUSPENDED, Phase.STOPPING, Phase.SUCCEEDED, Phase.FAILED})
+
+
+def drop_overdue_signals(observed: Observation, now: float) -> Observation:
+    """Return the observation without announcements of a time that has passed long ago, of nodes that are Ready.
+
+    Such nodes would be left at once, and excluded for as long as the announcement stays: where all nodes have one, no
+    pod could ever be placed.
+
+    Args:
+        observed: The observation.
+        now: Unix seconds.
+    """
+    overdue = {
+        name: replace(node, signal=None)
+        for name, node in observed.nodes.items()
+        if node.ready
+        and node.signal is not None
+        and node.signal.deadline is not None
+        and now > node.signal.deadline + OVERDUE_SECONDS
+    }
+    return replace(observed, nodes={**observed.nodes, **overdue}) if overdue else observed
 
 
 def leave_noticed_nodes(s: PlanContext, decision: Decision) -> Decision:

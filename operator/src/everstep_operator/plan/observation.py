@@ -32,6 +32,7 @@ from everstep_operator.plan.leader_view import (
     parse_progress,
 )
 from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.truncated_json import parse_whole_fields
 
 TRAINER_CONTAINER = "trainer"
 TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
@@ -90,6 +91,7 @@ class PodView:
     unschedulable: str = ""  # the scheduler's message while it finds no node
     started_at: float | None = None  # the trainer container was started (and may be over)
     ended: ContainerEnd | None = None
+    ended_by: str = ""  # why the kubelet ended all of it: Evicted, Terminated (with its machine) …
     deleting_since: float | None = None
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
@@ -293,6 +295,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         unschedulable="" if scheduled_at is not None else clip_text(bound.get("message")),
         started_at=parse_timestamp(current.get("startedAt")),
         ended=_parse_container_end(over) if over else _parse_pod_end(status),
+        ended_by=clip_text(status.get("reason"), 128) if status.get("phase") == "Failed" else "",
         deleting_since=_deleting_since(meta),
         waiting_reason=clip_text(waiting.get("reason"), 128),
         waiting_message=clip_text(waiting.get("message")),
@@ -386,11 +389,17 @@ def _parse_init_failure(status: Mapping[str, Any]) -> ContainerEnd | None:
 
 
 def parse_termination_message(text: str) -> TerminationMessage | None:
-    """Return the agent's JSON in a termination log, or None: the user's program may have written there too."""
+    """Return the agent's JSON in a termination log, or None: the user's program may have written there too.
+
+    Args:
+        text: The log, or its beginning: of a pod with many containers a kubelet keeps no more.
+    """
     try:
         data = json.loads(text) if text.startswith("{") else None
-    except (ValueError, RecursionError):
+    except RecursionError:
         return None
+    except ValueError:
+        data = parse_whole_fields(text)
     if not isinstance(data, dict) or not isinstance(data.get("result"), str):
         return None
     tail = data.get("logTail")

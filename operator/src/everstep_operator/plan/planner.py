@@ -43,7 +43,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     Returns:
         The status to write, and the actions that follow from it; a plan without a status for a job that is not ours.
     """
-    s = PlanContext(observed, now)
+    s = PlanContext(node_notices.drop_overdue_signals(observed, now), now)
     if not s.job.managed_here or s.job.metadata.deletion_timestamp is not None:
         return JobPlan()
     if s.phase.finished:
@@ -82,7 +82,8 @@ def _decide_next(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     decides."""
     own = suspend.find_own_outcome(s)
     if s.spec.suspend and own is None:
-        return suspend.suspend_job(s).with_fields(generation=account.generation)
+        restarts = restart_budget.end_progress(s)
+        return suspend.suspend_job(s).with_fields(generation=account.generation, restarts=restarts)
     if suspend.is_resuming(s) and own is None:
         return _resolve_template(s, Reason.RESUMED)
     decision = (
@@ -272,7 +273,7 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
 def _are_ranks_running(s: PlanContext) -> bool:
     if s.plain:
         pods = s.current.values()
-        up = [p for p in pods if (p.running and p.live) or (p.ended is not None and p.ended.exit_code == 0)]
+        up = [p for p in pods if (p.running and p.live) or pod_replacement.has_succeeded(p)]
         return len(up) == s.wanted and not any(restart_budget.is_set_charged(s.status.restarts, p) for p in pods)
     if len(s.live) < s.wanted:
         return False

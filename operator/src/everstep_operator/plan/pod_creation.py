@@ -206,7 +206,7 @@ def _earliest_creation(s: PlanContext) -> float | None:
             return at
     if _is_released(s):
         return gang.judge_retry(_view_own_gang(s), s.observed.gangs, now=s.now).retry_at
-    return None
+    return restart_budget.find_backoff_end(s)
 
 
 def _is_blocked(s: PlanContext) -> bool:

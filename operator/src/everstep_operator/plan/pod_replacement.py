@@ -105,7 +105,40 @@ def _is_back(s: PlanContext, name: str) -> bool:
 
 
 def is_out_of_memory(pod: PodView) -> bool:
-    return pod.ended is not None and pod.ended.reason == "OOMKilled"
+    """Return whether a pod has ended because its container was killed for memory.
+
+    Container runtimes give this reason to whatever ends a container of which any process was ever killed for memory: a
+    rank that was started again in place days ago is enough, and a drain looks like it.
+    """
+    end = pod.ended
+    if end is None or end.reason != "OOMKilled":
+        return False
+    if end.word is not None:  # the agent has ended by itself, and knows the exit code of the rank
+        return end.word.result == "failed" and end.word.exit_code == _KILLED
+    told = pod.deleting_since is not None and end.finished_at is not None and end.finished_at > pod.deleting_since
+    return not told and pod.ended_by not in _KUBELET_ENDS and end.exit_code not in (0, _TERMINATED)
+
+
+def has_succeeded(pod: PodView) -> bool:
+    """Return whether a plain pod has come to its end by itself. A program that handles TERM exits with 0 as well, when
+    it is told to stop in the middle of its work."""
+    return pod.ended is not None and pod.ended.exit_code == 0 and not was_told_to_stop(pod)
+
+
+def was_told_to_stop(pod: PodView) -> bool:
+    """Return whether a container that has ended was told to before: its exit code proves nothing then."""
+    if pod.ended is None:
+        return False
+    if pod.ended_by or pod.ended.reason in _KUBELET_ENDS:
+        return True
+    at = pod.ended.finished_at
+    return pod.deleting_since is not None and (at is None or at >= pod.deleting_since)
+
+
+def _find_end_reason(pod: PodView) -> str:
+    """Return why a pod has ended: the kubelet's reason for all of it comes before its container's, which tells no more
+    than an exit code."""
+    return pod.ended_by or (pod.ended.reason if pod.ended is not None else "")
 
 
 def explain_loss(pod: PodView | None) -> Reason:
@@ -118,7 +151,7 @@ def explain_loss(pod: PodView | None) -> Reason:
         return announced
     if pod.disruption is not None:
         return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
-    if pod.ended is not None and pod.ended.reason in _KUBELET_ENDS:
+    if _find_end_reason(pod) in _KUBELET_ENDS:
         return Reason.EVICTED
     if pod.ended is None and pod.gone_since is not None:
         return Reason.NODE_LOST
@@ -149,10 +182,11 @@ def _explain_by_notice(pod: PodView) -> Reason | None:
     provider's notice, and the only one that some of them give.
     """
     ended = pod.ended
-    if ended is not None and ended.reason in _SHUTDOWNS and pod.on_spot:
+    reason = _find_end_reason(pod)
+    if reason in _SHUTDOWNS and pod.on_spot:
         return Reason.SPOT_INTERRUPTION
     taken = pod.deleting or pod.gone_since is not None or pod.disruption is not None
-    ended_by_kubelet = ended is not None and (ended.reason in _KUBELET_ENDS or ended.signal in _STOP_SIGNALS)
+    ended_by_kubelet = ended is not None and (reason in _KUBELET_ENDS or ended.signal in _STOP_SIGNALS)
     return NOTICE_REASONS.get(pod.notice) if taken or ended_by_kubelet else None
 
 
@@ -190,6 +224,7 @@ _RUNNING_PHASES = frozenset({"Starting", "Running", "Restarting"})
 _SHUTDOWNS = frozenset({"Terminated", "NodeShutdown"})  # of a pod, by a kubelet whose machine shuts down
 _KUBELET_ENDS = frozenset({"Evicted", "Preempting", *_SHUTDOWNS})
 _STOP_SIGNALS = (9, 15)
+_KILLED, _TERMINATED = (128 + number for number in _STOP_SIGNALS)
 # Why a node goes away, by the name of the reason; the restart that follows is free of charge.
 NOTICE_REASONS = {
     reason.value: reason for reason in (Reason.SPOT_INTERRUPTION, Reason.NODE_MAINTENANCE, Reason.SCALE_DOWN)

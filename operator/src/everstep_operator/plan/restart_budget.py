@@ -23,6 +23,8 @@ from everstep_operator.plan.plan_context import PlanContext, to_utc
 # so long if its agent is still silent: its node may be dead (`node_loss`).
 FATE_WAIT_SECONDS = 10.0
 SILENT_FATE_WAIT_SECONDS = 40.0
+# A plain set that ran for so long does not count earlier failures of the program, as with a leader.
+STABLE_AFTER_SECONDS = 600.0
 
 # What a leader's word for a cause says by itself; a lost pod has yet to be looked at.
 REASON_OF_REPORTED_CAUSE = {
@@ -38,6 +40,11 @@ _CAUSE_OF_REASON = {
     Reason.PREEMPTED: Cause.PREEMPTION,
     **dict.fromkeys(pod_replacement.NOTICE_REASONS.values(), Cause.PREEMPTION),
 }
+
+
+# Nobody has seen the container end: its machine was started anew (containerd: 255, kubelets: 137).
+_UNKNOWN_ENDS = frozenset({"Unknown", "ContainerStatusUnknown"})
+_PROGRAM_CAUSES = (Cause.APPLICATION, Cause.IGNORED)
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,15 @@ def _find_reset(s: PlanContext, restarts: Restarts) -> datetime | None:
     return since if since is not None and span is not None and since + span <= to_utc(s.now) else None
 
 
+def end_progress(s: PlanContext) -> Restarts | None:
+    """Return the restarts of a job that is suspended: what follows is no progress, until ranks run again. None: they
+    stay as they are."""
+    known = s.status.restarts
+    if known.progress_since is None:
+        return None
+    return known.model_copy(update={"progress_since": None, "reset_at": _find_reset(s, known) or known.reset_at})
+
+
 def _note_progress(s: PlanContext, restarts: Restarts) -> Restarts:
     """Return the restarts with the time of the first step beyond all that were made before the newest one."""
     known = s.leader.progress if s.leader is not None else None
@@ -166,6 +182,24 @@ def _note_progress(s: PlanContext, restarts: Restarts) -> Restarts:
     if restarts.last != s.status.restarts.last or s.phase is not Phase.RUNNING:
         return restarts  # this may still be the step of the generation that has ended
     return restarts.model_copy(update={"progress_since": to_utc(s.now)})
+
+
+def find_backoff_end(s: PlanContext) -> float | None:
+    """Return when a plain set may be created again after failures of its program in a row; None: now.
+
+    The first restart comes at once, then after 1, 2, 4 ... seconds up to `restart.maxBackoff`, as leaders do it.
+    """
+    charges, most = s.status.restarts.charges, s.spec.restart.max_backoff.total_seconds()
+    if not s.plain or not charges or charges[-1].cause not in _PROGRAM_CAUSES:
+        return None
+    in_row, pause, before = 0, 0.0, float("-inf")
+    for charge in charges:
+        if charge.cause in _PROGRAM_CAUSES:
+            at = charge.time.timestamp()
+            in_row = charge.count + (in_row if at - before - pause < STABLE_AFTER_SECONDS else 0)
+            pause = min(2.0 ** min(in_row - 2, 30), most) if in_row > 1 else 0.0
+            before = at
+    return before + pause if s.now < before + pause else None
 
 
 def is_set_charged(restarts: Restarts, pod: PodView) -> bool:
@@ -285,15 +319,23 @@ def _find_plain_loss(s: PlanContext) -> tuple[int, PodView | None] | None:
     """Return the epoch of the set and the pod that broke it, or None if the present set of plain pods is whole."""
     pods = [p for p in s.current.values() if not is_set_charged(s.status.restarts, p)]
     epoch = max((p.epoch for p in pods), default=s.status.epoch)
-    failed = [p for p in pods if p.ended is not None and p.ended.exit_code != 0]
+    failed = [p for p in pods if p.ended is not None and not pod_replacement.has_succeeded(p)]
     if failed:
-        # The first to fail is the cause; its peers fail because it left.
-        return epoch, min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index))
+        # The first to fail is the cause; its peers fail because it left. Kubernetes tells whole seconds: of several in
+        # one, a code that the job has a rule for is what a program chose, and no peer's end.
+        return epoch, min(failed, key=lambda pod: _rank_plain_failure(s, pod))
     if s.phase is Phase.RUNNING and pod_replacement.list_missing_indices(s):
         return epoch, None
     if s.phase in (Phase.STARTING, Phase.RUNNING) and (going := [p for p in pods if not p.live and not p.ended]):
         return epoch, going[0]
     return None
+
+
+def _rank_plain_failure(s: PlanContext, pod: PodView) -> tuple[float, bool, int]:
+    end = pod.ended
+    assert end is not None
+    is_listed = _has_failed_itself(pod) and any(end.exit_code in rule.codes for rule in s.spec.restart.on_exit_codes)
+    return end.finished_at or s.now, not is_listed, pod.index
 
 
 def _has_failed_itself(pod: PodView | None) -> bool:
@@ -304,6 +346,8 @@ def _has_failed_itself(pod: PodView | None) -> bool:
         and not pod.deleting
         and pod.disruption is None
         and not pod_replacement.is_out_of_memory(pod)
+        and not pod_replacement.was_told_to_stop(pod)
+        and pod.ended.reason not in _UNKNOWN_ENDS
     )
 
 

@@ -147,7 +147,11 @@ def _update_timings(s: PlanContext, moved: bool, checkpoint: CheckpointStatus | 
     steps = checkpoint.lost_steps - known if checkpoint is not None else 0
     rate = s.status.progress.steps_per_second if s.status.progress is not None else None
     if steps > 0 and rate:
-        changes["lost"] = round(timings.lost + steps / rate, 3)
+        running = changes.get("running") or timings.running
+        if not moved and s.open is not None and s.open.phase is Phase.RUNNING:
+            running += max(0.0, s.now - s.open.start.timestamp())
+        # A rate may be anything above 0: what is lost was trained in the time that was running.
+        changes["lost"] = round(min(timings.lost + steps / rate, max(running, timings.lost)), 3)
     if not changes:
         return timings
     timings = timings.model_copy(update=changes)

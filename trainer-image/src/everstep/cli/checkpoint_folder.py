@@ -102,6 +102,7 @@ def restore(
     from contextlib import ExitStack
 
     from everstep.checkpoint.catalog import candidates
+    from everstep.checkpoint.errors import CheckpointError
     from everstep.checkpoint.format.manifest import Manifest
     from everstep.checkpoint.publish import folder as folders
     from everstep.cli.checkpoint_view import total_bytes
@@ -124,15 +125,22 @@ def restore(
             bars.close()
             advance[0] = bars.enter_context(show_transfer(f"restore {format_key(manifest.key)}", total_bytes(manifest)))
 
-        manifest, bad = folders.restore_folder(
-            store,
-            folder,
-            step=wanted,
-            replace=replace,
-            threads=threads,
-            on_start=begin,
-            on_bytes=lambda count: advance[0](count),
-        )
+        try:
+            manifest, bad = folders.restore_folder(
+                store,
+                folder,
+                step=wanted,
+                replace=replace,
+                threads=threads,
+                on_start=begin,
+                on_bytes=lambda count: advance[0](count),
+            )
+        except CheckpointError:
+            # Of several pods that share a volume one is the first: what it has put there is whole.
+            if not (if_empty and folder.is_dir() and any(folder.iterdir())):
+                raise
+            make_stderr().print(f"{folder} was restored by another process, and is left as it is.")
+            return
     for why in bad:
         make_stderr().print(f"not good, skipped: {why}", style="red")
     make_stdout().print(f"{folder} is restored from {format_key(manifest.key)}")

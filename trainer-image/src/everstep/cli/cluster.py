@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ VERSION = "v1alpha1"
 JOB_LABEL = f"{GROUP}/job"
 INDEX_LABEL = f"{GROUP}/index"
 FINISHED_PHASES = frozenset({"Succeeded", "Failed"})
+OUTAGE_SECONDS = 300.0  # so long a command that follows a job waits for the API server
+_UNAVAILABLE = frozenset({429, 500, 502, 503, 504})  # HTTP codes that ask for another try
 
 RECORD_NAME = "everstep-node-failures"
 
@@ -23,6 +26,32 @@ _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
 
 class LogsNotReadyError(Exception):
     """The container has not started yet, or its pod is gone."""
+
+
+class ClusterUnavailableError(CliError):
+    """The API server does not answer, or cannot serve requests now. It may soon."""
+
+
+class Outage:
+    """The time for which the API server has not answered a command that follows a job."""
+
+    def __init__(self, seconds: float = OUTAGE_SECONDS) -> None:
+        """Begin now; `seconds` is how long an outage is endured."""
+        self._seconds = seconds
+        self.end()
+
+    def end(self) -> None:
+        """Note that it has answered."""
+        self._answered = time.monotonic()
+
+    def endure(self, error: ClusterUnavailableError) -> None:
+        """Note that it has not.
+
+        Raises:
+            ClusterUnavailableError: `error`, once this has lasted too long.
+        """
+        if time.monotonic() >= self._answered + self._seconds:
+            raise error
 
 
 class ClusterClient:
@@ -135,7 +164,7 @@ class ClusterClient:
                 _request_timeout=(10, 60) if not raw else (10, None),
             )
         except HTTPError as error:
-            raise CliError(f"the API server is unavailable: {error}") from None
+            raise ClusterUnavailableError(f"the API server is unavailable: {error}") from None
 
     @staticmethod
     def _explained(error: Any) -> CliError:
@@ -145,7 +174,8 @@ class ClusterClient:
             message = json.loads(error.body)["message"]
         except (TypeError, ValueError, KeyError):
             message = f"{error.status} {error.reason}"
-        return CliError(f"the API server rejected the request: {message}")
+        kind = ClusterUnavailableError if error.status in _UNAVAILABLE else CliError
+        return kind(f"the API server rejected the request: {message}")
 
 
 def _load_credentials(config: Any, context: str | None) -> None:

@@ -21,7 +21,7 @@ def status(
     import time
     from datetime import datetime
 
-    from everstep.cli.cluster import FINISHED_PHASES, ClusterClient
+    from everstep.cli.cluster import FINISHED_PHASES, ClusterClient, ClusterUnavailableError, Outage
     from everstep.cli.errors import CliError
     from everstep.cli.report import render_status
     from everstep.cli.terminal import make_stdout
@@ -35,6 +35,7 @@ def status(
 
     from rich.live import Live
 
+    outage = Outage()
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         try:
             while True:
@@ -42,7 +43,12 @@ def status(
                 if found.get("status", {}).get("phase") in FINISHED_PHASES:
                     return
                 time.sleep(1)
-                again = cluster.job(job)
+                try:
+                    again = cluster.job(job)
+                except ClusterUnavailableError as error:
+                    outage.endure(error)
+                    continue
+                outage.end()
                 if again is None:
                     raise CliError(f"{job} was deleted")
                 found = again

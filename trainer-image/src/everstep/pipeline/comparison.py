@@ -74,7 +74,7 @@ def compare_stages(
         with casting_to(autocast, tensors[0].device.type):
             compare_gradients(model, parts, batch, _project_output, tolerance=tolerance, has_hooks=has_hooks)
     except torch.OutOfMemoryError:
-        _log.warning("the stages were not compared with the model: there is no room for both")
+        _log.warning("the stages were not compared with the model: there is not enough memory for both")
     except PipelineError as error:
         if isinstance(found, Tree):
             raise PipelineError(
@@ -161,7 +161,7 @@ def check_samples(
     except PipelineError:
         raise
     except Exception as error:
-        _log.info("whether samples meet in the loss was not looked at: %s: %s", type(error).__name__, error)
+        _log.info("whether the loss takes samples together was not checked: %s: %s", type(error).__name__, error)
         return []
     if apart is None:
         return sorted(idle) if len(idle) < len(names) else []
@@ -235,7 +235,7 @@ class FirstLook:
         except PipelineError:
             raise
         except Exception as error:
-            _log.info("whether samples meet in the loss was not looked at: %s: %s", type(error).__name__, error)
+            _log.info("whether the loss takes samples together was not checked: %s: %s", type(error).__name__, error)
             return
         if apart is not None:
             raise apart.error(_IN_LOSS)

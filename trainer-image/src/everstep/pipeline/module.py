@@ -196,8 +196,8 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         raise PipelineError(
-            "a pipeline stays where and as it was made: give LayoutOptions(device=…) to pipeline(), cast the model "
-            "before"
+            "a pipeline cannot be moved or cast: give LayoutOptions(device=…) to pipeline(), and cast the model "
+            "before the call"
         )
 
     def _read(self, batch: Any, targets: Any) -> tuple[Any, Any]:

@@ -52,8 +52,8 @@ def allow_whole_model_calls(engine: Engine) -> None:
 def _clip_unless_in_parts(parameters: Any, *args: Any, **kwargs: Any) -> Any:
     if _are_in_parts([parameters] if isinstance(parameters, torch.Tensor) else parameters):
         raise PipelineError(
-            "torch.nn.utils.clip_grad_norm_ was called with parameters of a pipeline, of which this process has its "
-            "part only, and would clip it by another norm than the others theirs: call run.clip_grad_norm_(max_norm) "
+            "torch.nn.utils.clip_grad_norm_ was called with parameters of a pipeline, of which this process has only "
+            "its part, so that each process would clip by another norm: call run.clip_grad_norm_(max_norm) "
             "on all processes, or give EngineOptions(clip=max_norm)"
         )
     return _clip_with_norm(parameters, *args, **kwargs)
@@ -74,8 +74,8 @@ def _look_at_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     why = _explain_togetherness(optimizer)
     if why and _are_in_parts(_list_parameters(optimizer)):
         raise PipelineError(
-            f"{type(optimizer).__name__} {why}, and this process of a pipeline has its part of them only, so that each "
-            "would go another way: take an optimizer that treats each parameter by itself, as SGD or AdamW, and clip "
+            f"{type(optimizer).__name__} {why}, and this process of a pipeline has only its part of them, so that the "
+            "processes would diverge: use an optimizer that treats each parameter by itself, as SGD or AdamW, and clip "
             "with EngineOptions.clip or run.clip_grad_norm_"
         )
 

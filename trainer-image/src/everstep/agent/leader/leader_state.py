@@ -19,7 +19,7 @@ from typing import Any, Callable
 from everstep.agent.config import AgentConfig
 from everstep.agent.ranks import failure_causes
 from everstep.agent.wire import protocol
-from everstep.agent.wire.checkpoint_request import CheckpointRequest, compute_save_seconds
+from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.generation_layout import GenerationLayout
 from everstep.agent.wire.protocol import BACKOFF, ENDED, FORMING, RUNNING, STARTING, STOPPING, Hello, Outcome
 
@@ -61,7 +61,7 @@ class LeaderState:
         self.meter = ProgressMeter()
         self.checkpoints = CheckpointMeter()
         self.pending_checkpoint = PendingCheckpoint()
-        self.departure = Departure()
+        self.departure = Departure(self.pending_checkpoint)
         self.hangs = HangWatch(config.hang_timeout)
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
@@ -323,8 +323,8 @@ class LeaderState:
             self._enter(RUNNING)
         if self.phase == RUNNING:
             self._ask_for_checkpoint(now)
-            saved = self.pending_checkpoint.has_saved(now, self.generation)
-            if (left := self.departure.find_failure(now, saved=saved)) is not None:
+            left = self.departure.find_failure(now, self.generation, self.meter.generation_step)
+            if left is not None:
                 self._fail(now, left)
                 return
         if self.phase == RUNNING and current.done:
@@ -335,7 +335,9 @@ class LeaderState:
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:
-        if self.pending_checkpoint.holds_training(now, self.generation):
+        if self._stood_still(now):
+            return  # the steps of that time are still to be read
+        if self.departure.holds_training(now, self.generation) or self._members.any_quiet:
             self.hangs.excuse(now)
         elif self.hangs.wants_dump(now):
             self._commands.append(DumpStacks())
@@ -345,14 +347,14 @@ class LeaderState:
             self._fail(now, failure_causes.GenerationFailure(now, protocol.HANG, index, message, rank=rank))
 
     def _ask_for_checkpoint(self, now: float) -> None:
-        """Hand a request on to ranks that run, and note the checkpoint that was saved for it."""
-        before = self.checkpoints.step
-        asked = self.pending_checkpoint.find_untold(now, self.generation, self.meter.generation_step, before)
-        if asked is not None:
-            self._commands.append(AskForCheckpoint(self.generation, asked))
-            self._changed()
-        elif self.pending_checkpoint.note_checkpoint(self.generation, before):
-            self._changed()
+        """Hand requests on to ranks that run, and note the checkpoints that were saved for them."""
+        saved, trained = self.checkpoints.step, self.meter.generation_step
+        for each in self.departure.requests:
+            asked = each.find_untold(now, self.generation, trained, saved)
+            if asked is not None:
+                self._commands.append(AskForCheckpoint(self.generation, asked))
+            if asked is not None or each.note_checkpoint(self.generation, saved):
+                self._changed()
 
     def _begin_stop(self, now: float, current: Generation) -> None:
         graceful = current.failures[0].cause in (protocol.STOPPED, protocol.LEAVING)
@@ -403,6 +405,8 @@ class LeaderState:
         current = self._current
         if current is None:
             return
+        if self.phase == RUNNING and (left := self.departure.explain_failure(failure)) is not None:
+            self._fail(now, left)
         current.fail(failure)
         if self.phase in (STARTING, RUNNING):
             self._begin_stop(now, current)
@@ -413,11 +417,8 @@ class LeaderState:
         if self.phase != RUNNING or not self.checkpoints.ranks_save or grace <= 0:
             self._fail(now, failure)
             return
-        seconds = compute_save_seconds(grace)
-        self.departure.begin(failure, now + seconds)
-        if not self.pending_checkpoint.is_open(now, self.generation):
-            request = CheckpointRequest(f"leaving-{self.epoch}.{self.generation}", seconds)
-            self.pending_checkpoint.take(now, request)
+        order = (self.epoch, self.generation)
+        self.departure.begin(now, failure, grace, order, self.meter.generation_step)
 
     def _hurry(self, now: float, current: Generation) -> None:
         """Shorten the grace. A peer is gone, so the others can only hang in collectives: the long grace has become
@@ -428,8 +429,6 @@ class LeaderState:
 
     def _lose(self, now: float, index: int, why: str) -> None:
         self._members.lose(now, index)
-        if (left := self.departure.find_failure(now, saved=True)) is not None and self.phase == RUNNING:
-            self._fail(now, left)  # the one that was about to leave is gone, most likely
         self._fail(now, failure_causes.GenerationFailure(now, protocol.POD_LOST, index, f"node {index}: {why}"))
 
     def _stood_still(self, now: float) -> bool:

@@ -63,6 +63,11 @@ class JobMembers:
         """Return whether all nodes are here, to stay, and nothing is left of an earlier generation."""
         return not (self.missing or self.busy or any(n.leaving or n.unclean for n in self._nodes))
 
+    @property
+    def any_quiet(self) -> bool:
+        """Return whether a joined node has missed some heartbeats: what its ranks do now, nobody hears."""
+        return bool(self._quiet)
+
     def to_json(self) -> dict[str, Any]:
         """Return the nodes' part of the leader's state."""
         return {

@@ -55,13 +55,31 @@ class PendingCheckpoint:
         """Return whether ranks of this generation may wait after their save, until they are told to stop."""
         return self._told == generation and self._until is not None and now < self._until
 
-    def is_open(self, now: float, generation: int) -> bool:
-        """Return whether this generation has a request, or gets one, whose deadline has not passed."""
-        return self._request is not None and self._told in (0, generation) and now < (self._until or 0.0)
+    def find_seconds_left(self, now: float, generation: int, trained: int | None) -> float | None:
+        """Return the seconds to the deadline of a request for which the ranks of this generation save, or have saved
+        and wait since then; None where there is none, or they went on.
 
-    def has_saved(self, now: float, generation: int) -> bool:
-        """Return whether the ranks of this generation have saved for their request, and may wait since then."""
-        return self._saved_step is not None and self.holds_training(now, generation)
+        Args:
+            now: The leader's monotonic seconds.
+            generation: The generation that runs.
+            trained: The last step of its ranks; None: not told yet.
+        """
+        if self._request is None or self._until is None or self._told not in (0, generation) or now >= self._until:
+            return None
+        return None if self._is_behind(trained) else self._until - now
+
+    def has_saved(self, now: float, generation: int, trained: int | None) -> bool:
+        """Return whether the ranks of this generation have saved for their request, and wait since then.
+
+        Args:
+            now: The leader's monotonic seconds.
+            generation: The generation that runs.
+            trained: The last step of its ranks; None: not told yet.
+        """
+        return self._saved_step is not None and self.holds_training(now, generation) and not self._is_behind(trained)
+
+    def _is_behind(self, trained: int | None) -> bool:
+        return self._saved_step is not None and trained is not None and trained > self._saved_step
 
     def note_checkpoint(self, generation: int, step: int | None) -> bool:
         """Take in the step of the newest committed checkpoint. Return True if it is the one that was asked for."""

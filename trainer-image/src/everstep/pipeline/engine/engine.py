@@ -148,7 +148,7 @@ class Engine:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
         self._require_open()
         if self._batches:
-            raise PipelineError("a step still accumulates batches: end it before an evaluation")
+            raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before an evaluation")
         self._total = Total()
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
@@ -205,7 +205,7 @@ class Engine:
             self.progress += 1
         self._mail.end()
         self.transport.settle()
-        assert self._values.empty(), "a value was made that nobody used"
+        assert self._values.empty(), "a value was computed that no action used"
         return tuple(outputs[microbatch] for microbatch in sorted(outputs))
 
     def _do(self, action: Action, outputs: dict[int, Any], listen: Listen | None) -> None:
@@ -296,7 +296,7 @@ class Engine:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
         self._require_open()
         if self._batches:
-            raise PipelineError("a step still accumulates batches: end it before its gradients are clipped")
+            raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before clipping")
         place = self.transport.replica * self.transport.size + self.rank
         counted = self.parameters.counted_here
 
@@ -445,6 +445,6 @@ def _check_arguments(
     for action in schedule.ranks[transport.rank]:
         if action.kind is ActionKind.INPUT_GRAD and (why := why_not_split(stages[action.stage])) is not None:
             raise PipelineError(
-                f"{schedule.name} splits the backward of stage {action.stage}, which cannot be: {why}; make the "
-                "schedule without it in split="
+                f"{schedule.name} splits the backward of stage {action.stage}, which cannot be split: "
+                f"{why}; leave the stage out of split="
             )

@@ -82,8 +82,8 @@ def compare_gradients(
                 worst, where = difference, name
     if not worst <= tolerance:
         raise PipelineError(
-            f"the gradient of {where} differs by {worst:.1e} from the unsplit model's: its code hands something on "
-            "that is no argument and no result; place the modules that share it in one stage"
+            f"the gradient of {where} differs by {worst:.1e} from the unsplit model's: its code passes a "
+            "value on that is neither an argument nor a result; place the modules that share it in one stage"
         )
     return worst
 
@@ -121,7 +121,7 @@ def find_mixing_nodes(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any
     leaves = pytree.tree_leaves(dict(inputs))
     samples = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
     if samples < 2:
-        raise PipelineError("whether samples meet each other shows only with two of them or more")
+        raise PipelineError("find_mixing_nodes() needs a batch of two samples or more")
     halves = slice(0, samples // 2), slice(samples // 2, None)
     flags = {module: module.training for module in model.modules()}
     found: list[str] = []

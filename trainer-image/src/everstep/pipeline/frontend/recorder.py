@@ -147,7 +147,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.busy = True
         if any(isinstance(arg, nn.Module) or callable(arg) for arg in args if not isinstance(arg, torch.Tensor)):
             self.busy = False
-            raise CannotFollow(f"{cls.__name__} is given code that it runs itself")
+            raise CannotFollow(f"{cls.__name__} runs code that it is given, which a trace cannot record")
         self.busy = False
         return self._operation(cls.__name__, apply, args, kwargs)
 
@@ -220,7 +220,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                     f"{name} is called in forward: a gradient of a gradient does not pass from stage to stage"
                 )
             if func in _REPLACES:
-                raise CannotFollow(f"{name} gives a tensor other memory")
+                raise CannotFollow(f"{name} replaces the memory of a tensor")
             inputs = make_template((args, kwargs), self._refer)
             self.drawn = False
             real_args, real_kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
@@ -333,7 +333,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if isinstance(leaf, torch.Tensor):
             if id(leaf) not in self._refs:
                 if isinstance(leaf, FakeTensor):
-                    raise CannotFollow("a tensor comes from code that cannot be heard")
+                    raise CannotFollow("a tensor comes from code that the trace cannot record")
                 self._refs[id(leaf)] = Constant(len(self.record.constants))
                 if leaf.layout is torch.strided and (name := self._memory.get(_get_storage_key(leaf))) is not None:
                     self.record.aliases[len(self.record.constants)] = name

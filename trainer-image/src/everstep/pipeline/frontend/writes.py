@@ -63,7 +63,7 @@ def refuse_reads_of_statistics(record: ForwardRecord) -> None:
             if module is not part.owner.module and module.training and _is_put_together(record.root.module, ref.name):
                 raise PipelineError(
                     f"forward reads the buffer {ref.name!r} of module {path!r} ({type(module).__name__}) in training, "
-                    "beside the layer itself: a pipeline puts these statistics together when a step ends, and until "
+                    "beside the layer itself: a pipeline combines these statistics when a step ends, and until "
                     "then they are those of the step before. Let forward compute from the activations, or put the "
                     "layer in evaluation mode; PlanOptions(check=False) trains it as it is"
                 )
