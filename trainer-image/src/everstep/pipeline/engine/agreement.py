@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from everstep.pipeline.engine.microbatch import Parts, batch_size, select_arguments
 from everstep.pipeline.engine.nested import flatten_tensors, tensors_of
+from everstep.pipeline.engine.strides import describe_strides
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.transport.base import Transport
 
@@ -185,4 +186,4 @@ def _require_equal(who: str, what: str, found: Sequence[tuple[int, T]], advice: 
 
 def _describe_shapes(inputs: Any) -> str:
     structure, tensors = flatten_tensors(inputs)
-    return repr((structure, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]))
+    return repr((structure, [(tuple(each.shape), str(each.dtype), describe_strides(each)) for each in tensors]))
