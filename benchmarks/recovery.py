@@ -9,6 +9,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +21,12 @@ from benchmarks.interval import Interval
 from benchmarks.measure import report
 from e2e import deploy
 from e2e.cluster import backend
-from e2e.harness import Cluster, phase, python, training_job, wait
+from e2e.harness import Cluster, Object, phase, python, training_job, wait
 from e2e.stores import PodStore, pod_store
 
 RESULT = Path("build/bench/recovery.json")
 REPEATS = 5
+KILL_RANK = 'kill -9 $(cut -d" " -f1 /proc/1/task/1/children)'
 _numbers = itertools.count()
 
 # Tells each step and its time; the clock is that of the machine, which all nodes of a local cluster share.
@@ -36,13 +39,21 @@ dist.init_process_group('gloo')
 attempt = os.environ['EVERSTEP_EPOCH'] + '.' + os.environ['EVERSTEP_GENERATION']
 print('TELL imported', attempt, time.time() - began, flush=True)
 weight, rank = torch.zeros(BYTES // 4), dist.get_rank()
+root = next(p for p in ('/sys/fs/cgroup/', '/sys/fs/cgroup/memory/') if os.path.exists(p + 'memory.stat'))
+def tell_memory():
+    used = dict(line.split() for line in open(root + 'memory.stat'))
+    files = (root + name for name in ('memory.max', 'memory.limit_in_bytes'))
+    limit = next(open(file).read() for file in files if os.path.exists(file))
+    print('TELL memory', used.get('anon') or used['rss'], used['shmem'], limit.strip(), flush=True)
 with everstep.checkpointer() as checkpoints:
     start = checkpoints.restore(weight=weight)
+    print('TELL ready', attempt, time.time(), flush=True)
     for step in range(start.step + 1, 100000):
         weight[:1000] += 1
         dist.all_reduce(torch.zeros(1))
         checkpoints.step(step)
         everstep.progress(step)
+        tell_memory()
         print('TELL step', attempt, step, time.time(), flush=True)
         if CRASH and attempt == '1.1' and step == CRASH:
             checkpoints.wait()
@@ -71,6 +82,15 @@ class Site:
     store: PodStore
 
 
+@dataclass(frozen=True)
+class Row:
+    """What is measured, and its target in the unit."""
+
+    target: float
+    measure: Callable[[Site], float]
+    unit: str = "s"
+
+
 def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when none is named.")] = None) -> None:
     """Measure, print tables, write build/bench/recovery.json; exit 1 when a row misses its target."""
     unknown = set(names or ()) - set(ROWS)
@@ -90,8 +110,9 @@ def measured(names: list[str]) -> Iterator[Interval]:
         cluster.apply(store.secret(), namespace=namespace)
         site = Site(cluster, namespace, store)
         for name in names:
-            target, measure = ROWS[name]
-            yield Interval(name, "s", target, {"ours": [measure(site) for _ in range(REPEATS)]}, absolute=True)
+            row = ROWS[name]
+            values = [row.measure(site) for _ in range(REPEATS)]
+            yield Interval(name, row.unit, row.target, {"ours": values}, absolute=True)
 
 
 def crash_rank(site: Site) -> float:
@@ -142,6 +163,102 @@ def _kill_node_of(site: Site, index: int, attempt: str) -> float:
         delete_job(site, name)
 
 
+def notice_spot_node(site: Site) -> float:
+    """Return the seconds in which nobody trains after a spot notice of 120 s, less the start of the new pod.
+
+    That is: the save that was asked for, the departure of its pod, the restore, and what the operator takes. No step
+    may be lost.
+    """
+    name, node = _start_away_from_operator(site, 1)
+    taint = "aws-node-termination-handler/spot-itn"
+    try:
+        wait(lambda: site.store.newest_step(name) >= 20, 120, "a checkpoint is stored")
+        site.cluster.kubectl("taint", "node", node, f"{taint}=true:NoSchedule", "--overwrite")
+        told = wait_for_step(site, name, "1.2", seconds=240)
+        restored = read_restored(site, name, "1.2")
+        assert restored.get("lostSteps", 0) == 0, restored
+        (pod,) = (p for p in site.cluster.pods(site.namespace, name) if p["metadata"]["name"] == f"{name}-1")
+        created = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
+        return told["step 1.2"] - told["last 1.1"] - (told["ready 1.2"] - created)
+    finally:
+        site.cluster.kubectl("taint", "node", node, f"{taint}-", check=False)
+        delete_job(site, name)
+
+
+def restart_kubelet(site: Site) -> float:
+    """Return the longest pause between two steps while the kubelet of a node is killed and comes back."""
+    return _measure_pause(site, lambda node: backend.faulty().restart_kubelet(node), 20.0)
+
+
+def kill_operator(site: Site) -> float:
+    """Return the longest pause between two steps while the operator is killed and comes back."""
+    return _measure_pause(site, lambda node: deploy.kill_operator(site.cluster), 30.0)
+
+
+def take_api_server_away(site: Site) -> float:
+    """Return the longest pause between two steps while there is no API server for a minute."""
+    return _measure_pause(site, lambda node: backend.faulty().restart_apiserver(60.0), 30.0)
+
+
+def measure_memory(site: Site) -> float:
+    """Return the largest part of its limit that a pod has used: 2 pods of 2 ranks with a state of 1 GB, 20 saves and 5
+    crashes of ranks."""
+    name = start_job(site, nodes=2, procs=2, size=1_000_000_000, memory="6Gi")
+    try:
+        for crash in range(1, 6):
+            step = 40 * crash
+            wait(partial(_is_stored, site, name, step), 300, f"step {step} is stored")
+            site.cluster.kubectl("exec", "-n", site.namespace, f"{name}-1", "--", "sh", "-c", KILL_RANK)
+            wait_for_step(site, name, f"1.{crash + 1}")
+        parts = []
+        for pod in site.cluster.pods(site.namespace, name):
+            text = site.cluster.logs(site.namespace, pod["metadata"]["name"])
+            told = [tuple(map(int, each)) for each in re.findall(r"TELL memory (\d+) (\d+) (\d+)", text)]
+            anonymous, shared, limit = max(told, key=sum)
+            print(f"{pod['metadata']['name']}: {anonymous=}, {shared=}, {limit=}", file=sys.stderr)
+            parts.append((anonymous + shared) / limit)
+        return max(parts)
+    finally:
+        delete_job(site, name)
+
+
+def _is_stored(site: Site, name: str, step: int) -> bool:
+    return site.store.newest_step(name) >= step
+
+
+def _measure_pause(site: Site, disturb: Callable[[str], None], seconds: float) -> float:
+    """Return the longest pause between two steps of a rank, from the disturbance to so many seconds after it; the
+    generation must stay the same."""
+    name = start_job(site, nodes=2, size=64_000_000, spread=True)
+    try:
+        wait(lambda: site.store.newest_step(name) >= 20, 120, "a checkpoint is stored")
+        node = str(site.cluster.pods(site.namespace, name)[1]["spec"]["nodeName"])
+        began = time.time()
+        disturb(node)
+        until = time.time() + seconds
+        told = wait(lambda: _read_steps(site, name, until), seconds + 120, f"{name} goes on")
+        job = site.cluster.job(site.namespace, name)
+        assert job is not None
+        assert (job["status"]["epoch"], job["status"]["generation"]) == (1, 1), job["status"]
+        return max(
+            later - earlier
+            for steps in told
+            for earlier, later in itertools.pairwise(steps)
+            if later > began and earlier < until
+        )
+    finally:
+        delete_job(site, name)
+
+
+def _read_steps(site: Site, name: str, until: float) -> list[list[float]] | None:
+    """Return the times of all steps of each pod, once all have told one after `until`."""
+    found = []
+    for pod in site.cluster.pods(site.namespace, name):
+        text = site.cluster.logs(site.namespace, pod["metadata"]["name"])
+        found.append([float(at) for at in re.findall(r"TELL step 1\.1 \d+ (\S+)", text)])
+    return found if found and all(steps and steps[-1] > until for steps in found) else None
+
+
 def _start_away_from_operator(site: Site, index: int) -> tuple[str, str]:
     """Return a job of two nodes, and the node of this pod, on which no operator runs: its own recovery is another
     matter."""
@@ -156,7 +273,16 @@ def _start_away_from_operator(site: Site, index: int) -> tuple[str, str]:
     raise AssertionError("the scheduler places this pod beside the operator, again and again")
 
 
-def start_job(site: Site, *, nodes: int, size: int, crash: int = 0, memory: str = "1Gi", spread: bool = False) -> str:
+def start_job(
+    site: Site,
+    *,
+    nodes: int,
+    size: int,
+    procs: int = 1,
+    crash: int = 0,
+    memory: str = "1Gi",
+    spread: bool = False,
+) -> str:
     """Create a job that trains until it is deleted, wait until it runs, and return its name."""
     name = f"recovery-{next(_numbers)}"
     program = TRAINS.replace("BYTES", str(size)).replace("CRASH", str(crash))
@@ -165,10 +291,10 @@ def start_job(site: Site, *, nodes: int, size: int, crash: int = 0, memory: str 
         python(program),
         image="everstep/trainer:0.1.0",
         numNodes=nodes,
-        numProcPerNode=1,
+        numProcPerNode=procs,
         checkpoint=site.store.policy(name, everySteps=10),
-        restart={"maxBackoff": "0s"},
-        resources={"requests": {"cpu": "100m", "memory": memory}},
+        restart={"maxBackoff": "0s", "application": 9},
+        resources={"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
         podTemplate={"spec": {"affinity": APART if spread else {}}},
     )
     site.cluster.apply(job, namespace=site.namespace)
@@ -187,8 +313,10 @@ def wait_for_step(site: Site, name: str, attempt: str, seconds: float = 180) -> 
             first = re.search(rf"TELL step {re.escape(attempt)} \d+ (\S+)", text)
             if first is None:
                 return None
-            for kind, of, value in re.findall(r"TELL (imported|exit) (\S+)(?: \d+)? (\S+)", text):
+            for kind, of, value in re.findall(r"TELL (imported|exit|ready) (\S+)(?: \d+)? (\S+)", text):
                 found[f"{kind} {of}"] = float(value)
+            for of, value in re.findall(r"TELL step (\S+) \d+ (\S+)", text):
+                found[f"last {of}"] = max(found.get(f"last {of}", 0.0), float(value))
             found[f"step {attempt}"] = max(found.get(f"step {attempt}", 0.0), float(first[1]))
         return found if len(pods) and found else None
 
@@ -198,10 +326,16 @@ def wait_for_step(site: Site, name: str, attempt: str, seconds: float = 180) -> 
 def read_restored_tier(site: Site, name: str, attempt: str) -> str:
     """Return the place from which an attempt has restored, once the status tells it."""
 
-    def look() -> str | None:
+    return str(read_restored(site, name, attempt).get("tier"))
+
+
+def read_restored(site: Site, name: str, attempt: str) -> Object:
+    """Return what an attempt began from, once the status tells it."""
+
+    def look() -> Object | None:
         job = site.cluster.job(site.namespace, name)
         restored = ((job or {"status": {}})["status"].get("checkpoint") or {}).get("restored") or {}
-        return str(restored.get("tier")) if restored.get("id") == attempt else None
+        return dict(restored) if restored.get("id") == attempt else None
 
     return wait(look, 60, f"the status of {name} tells what {attempt} began from")
 
@@ -209,13 +343,20 @@ def read_restored_tier(site: Site, name: str, attempt: str) -> str:
 def delete_job(site: Site, name: str) -> None:
     site.cluster.kubectl("delete", "tj", name, "-n", site.namespace, "--wait=false")
     wait(lambda: not site.cluster.pods(site.namespace, name), 180, f"{name} is gone")
+    # What was broken on purpose shall not keep the next job from its nodes.
+    site.cluster.kubectl("delete", "configmap", "-n", deploy.SYSTEM, "everstep-node-failures", "--ignore-not-found")
 
 
-ROWS: dict[str, tuple[float, Callable[[Site], float]]] = {
-    "rank-crash-memory": (3.0, crash_rank),
-    "pod-deleted-peer": (20.0, delete_pod),
-    "node-killed": (45.0, kill_node),
-    "node-killed-leader": (45.0, kill_node_of_leader),
+ROWS = {
+    "rank-crash-memory": Row(3.0, crash_rank),
+    "pod-deleted-peer": Row(20.0, delete_pod),
+    "memory-of-limit": Row(1.0, measure_memory, unit="×"),
+    "spot-notice": Row(3.0, notice_spot_node),
+    "kubelet-restart": Row(3.0, restart_kubelet),
+    "operator-killed": Row(3.0, kill_operator),
+    "api-server-down": Row(3.0, take_api_server_away),
+    "node-killed": Row(45.0, kill_node),
+    "node-killed-leader": Row(45.0, kill_node_of_leader),
 }
 
 

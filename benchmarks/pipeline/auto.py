@@ -51,7 +51,7 @@ def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
     from everstep.pipeline.frontend.placement import complete_placement
     from everstep.pipeline.frontend.split import split_model
     from everstep.pipeline.graph import stage_graph
-    from everstep.pipeline.partition.blocks import contract_graph, spread_stages
+    from everstep.pipeline.partition.blocks import assign_nodes, contract_graph
     from everstep.pipeline.planning import Wish
     from everstep.pipeline.prepare import ProcessPosition, look_into, make_plan
     from everstep.pipeline.schedules import lower_schedule, make_schedule
@@ -71,7 +71,7 @@ def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
     splits: dict[str, Mapping[str, int]] = {"auto": made.stage_of}
     orders = {"auto": (made.prove(), made.stages)}
     for each, other in BASELINES.items():
-        splits[each] = spread_stages(blocks, other(blocks, 2))
+        splits[each] = assign_nodes(blocks, other(blocks, 2))
         stages = stage_graph(graph, complete_placement(found.graph, splits[each]))
         orders[each] = lower_schedule(make_schedule(SCHEDULE, 2, 2, MICROBATCHES), stages), stages
     transport = ProcessGroups(place.grid)

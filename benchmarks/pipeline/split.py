@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.pipeline.baselines import BASELINES
 from everstep.pipeline.graph import Device, Graph, Link, make_uniform_links, stage_graph
-from everstep.pipeline.partition.blocks import contract_graph, spread_stages
+from everstep.pipeline.partition.blocks import assign_nodes, contract_graph
 from everstep.pipeline.partition.solve import SplitCandidate, partition_graph
 from everstep.pipeline.schedules import make_schedule, simulate_schedule
 
@@ -48,7 +48,7 @@ def row(name: str, stages: int, microbatches: int, schedule: str = "1f1b") -> Ro
     blocks = contract_graph(graph(name))
     others = {}
     for other, split in BASELINES.items():
-        stage_of = spread_stages(blocks, split(blocks, stages))
+        stage_of = assign_nodes(blocks, split(blocks, stages))
         order = make_schedule(schedule, stages, stages, microbatches)
         whole = len(set(stage_of.values())) == stages
         others[other] = (

@@ -7,6 +7,7 @@ import json
 import shutil
 import ssl
 import tempfile
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -117,9 +118,10 @@ class ControlPlane:
         """Kill the API server; etcd and its data stay."""
         self.processes.stop(["kube-apiserver"])
 
-    def restart_apiserver(self) -> None:
-        """Kill the API server and start it again: every watch breaks, nothing stored is lost."""
+    def restart_apiserver(self, away: float = 0.0) -> None:
+        """Kill the API server and start it again, `away` seconds later: every watch breaks, nothing stored is lost."""
         self.stop_apiserver()
+        time.sleep(away)
         self.start_apiserver()
 
     def start_controllers(self, limits: ClientLimits | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -94,9 +95,19 @@ class KindCluster:
         shape = ClusterSpec.load(cluster_dir())
         gpu.pretend(kubectl, name, shape.gpus if shape else ClusterSpec.gpus)
 
-    def restart_apiserver(self) -> None:
-        """kubelet starts the static pod again by itself."""
-        _run("docker", "exec", f"{NAME}-control-plane", "pkill", "-KILL", "kube-apiserver")
+    def restart_kubelet(self, name: str) -> None:
+        """systemd starts it again."""
+        _run("docker", "exec", name, "pkill", "-KILL", "kubelet")
+
+    def restart_apiserver(self, away: float = 0.0) -> None:
+        """kubelet starts the static pod again by itself, as long as its manifest is there."""
+        node, manifest = f"{NAME}-control-plane", "/etc/kubernetes/manifests/kube-apiserver.yaml"
+        if away:
+            _run("docker", "exec", node, "mv", manifest, "/root/")
+        _run("docker", "exec", node, "pkill", "-KILL", "kube-apiserver")
+        if away:
+            time.sleep(away)
+            _run("docker", "exec", node, "mv", "/root/kube-apiserver.yaml", manifest)
 
     def _workers(self) -> list[str]:
         nodes = Kubectl(self.kubeconfig).items("nodes", "-l", "!node-role.kubernetes.io/control-plane")

@@ -157,8 +157,13 @@ class LocalCluster:
         node.start(_places(self.shape.nodes))
         self._wait_nodes([node])
 
-    def restart_apiserver(self) -> None:
-        self.control.restart_apiserver()
+    def restart_kubelet(self, name: str) -> None:
+        """Kill a node's kubelet, which the node starts again as an init system does; its pods run on."""
+        self.node(name).kill_kubelet()
+
+    def restart_apiserver(self, away: float = 0.0) -> None:
+        """Kill the API server, and start it again after so many seconds."""
+        self.control.restart_apiserver(away)
 
     def restart_controllers(self, limits: ClientLimits | None = None) -> None:
         """Restart controller-manager and scheduler with other client limits (default: their own)."""

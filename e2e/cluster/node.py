@@ -137,6 +137,15 @@ class Node:
         self._require_process()
         network.plug(self.place)
 
+    def kill_kubelet(self) -> None:
+        """Kill the kubelet; process 1 of the node starts it again."""
+        init = self._init_pid()
+        for pid in map(int, Path(f"/proc/{init}/task/{init}/children").read_text().split()):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].endswith(b"kubelet"):
+                os.kill(pid, signal.SIGKILL)
+                return
+        raise ClusterError(f"no kubelet runs on {self.name}: it has just been killed, perhaps")
+
     def inside(self) -> list[str]:
         """Return the prefix with which a command runs on the node: ``subprocess.run([*node.inside(), "ip",
         "route"])``."""

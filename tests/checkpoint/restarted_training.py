@@ -35,7 +35,8 @@ def build(kind: str) -> tuple[Any, Any]:
         fully_shard(model[0])
         fully_shard(model)
     else:
-        model = DistributedDataParallel(model)
+        # Else DDP orders its buckets anew after its first step: three ranks sum in another order in that one.
+        model = DistributedDataParallel(model, find_unused_parameters=True)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

@@ -13,7 +13,10 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
+import everstep
 from everstep.checkpoint.errors import RankLost
+from everstep.checkpoint.ranks import topology
+from everstep.checkpoint.session import checkpointer
 from tests.checkpoint import ranks
 from tests.checkpoint.sessions import Model, session
 
@@ -50,3 +53,39 @@ def test_a_rank_that_dies_is_named_by_those_that_are_not_connected_with_it_too(
     assert {rank: each and each[0] for rank, each in enumerate(found)} == {
         rank: None if rank == dying else (dying,) for rank in range(world)
     }
+
+
+def open_without(rank: int, folder: Path, moment: str, dying: int) -> tuple[tuple[int, ...], str, bool]:
+    """Return what is told of a rank that dies while sessions are made, and whether their group is closed."""
+    module, name = {"places": (checkpointer, "open_places"), "topology": (topology, "find_topology")}[moment]
+    method = getattr(module, name)
+
+    def die(*args: Any) -> Any:
+        if rank == dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*args)
+
+    setattr(module, name, die)
+    with pytest.raises(RankLost) as caught:
+        session(folder)
+    return caught.value.ranks, str(caught.value), dist.distributed_c10d._world.pg_map.keys() == {dist.group.WORLD}
+
+
+@pytest.mark.parametrize("moment", ["places", "topology"])
+@pytest.mark.parametrize("dying", [0, 1, 3])
+def test_a_rank_that_dies_while_sessions_are_made_is_named_and_their_group_closed(
+    moment: str, dying: int, tmp_path: Path
+) -> None:
+    found = ranks.run(4, open_without, tmp_path, moment, dying, dies=[dying])
+    assert [each and each[0] for each in found] == [None if rank == dying else (dying,) for rank in range(4)]
+    assert all(each[2] for each in found if each)
+
+
+def fail_to_open(rank: int) -> bool:
+    with pytest.raises(ValueError, match="no store serves"):
+        everstep.checkpointer("gopher://bucket")
+    return bool(dist.distributed_c10d._world.pg_map.keys() == {dist.group.WORLD})
+
+
+def test_a_session_that_cannot_be_made_leaves_no_group_open() -> None:
+    assert ranks.run(2, fail_to_open) == [True, True]

@@ -56,6 +56,16 @@ def test_a_job_whose_nodes_share_no_place_is_told_what_to_set(monkeypatch: pytes
     assert everstep.has_checkpoint_store()
 
 
+def test_a_store_without_a_name_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a template writes it of a value that is not set."""
+    monkeypatch.chdir(tmp_path)
+    assert filled({"store": ""}) == filled()
+    monkeypatch.setenv("EVERSTEP_CHECKPOINT", '{"store": ""}')
+    assert everstep.has_checkpoint_store()
+    with pytest.raises(CheckpointError, match="no store that they share"):
+        filled({"store": "", "missing": "the job digits has 2 nodes and no store that they share"})
+
+
 @pytest.mark.parametrize("text", ["s3://bucket", "[]", "{"])
 def test_what_is_no_object_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"EVERSTEP_CHECKPOINT is .* and must be a JSON object"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import everstep
 from everstep.agent.ranks.progress import ProgressUpdate
 from everstep.agent.wire.rank_checkpoint import RankCheckpoint
 from everstep.checkpoint.events import CheckpointEvent, Events
@@ -57,6 +59,29 @@ def test_a_restore_is_told_with_its_place_and_what_was_passed_over(agent: int) -
     assert heard(agent) == RankCheckpoint(
         checkpoint=50, restored=50, restored_from="memory", restored_ms=312, restored_over=1
     )
+
+
+@pytest.mark.parametrize("again", ["progress", "save"])
+def test_what_a_full_pipe_has_no_room_for_is_told_by_the_next_call(agent: int, again: str) -> None:
+    """The last save of a run may be long ago when the agent reads again, and nothing else tells of it."""
+    events = Events()
+    everstep.progress(1)
+    filler = os.open(os.environ["EVERSTEP_PROGRESS"], os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filler, b"step=2\n")
+    os.close(filler)
+    events.emit(CheckpointEvent("saved", key(50), "", {"bytes": 99}))
+    events.emit(CheckpointEvent("failed", key(60), "the store is full"))
+    os.read(agent, 1 << 20)
+    if again == "progress":
+        everstep.progress(3)
+        assert heard(agent) == RankCheckpoint(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=1)
+    else:
+        events.emit(CheckpointEvent("saved", key(70), "", {"bytes": 98}))
+        assert heard(agent) == RankCheckpoint(checkpoint=70, checkpoint_bytes=98, checkpoints_failed=0)
+    everstep.progress(4)
+    assert os.read(agent, 1 << 16) == b"step=4 phase=train\n", "it is told once"
 
 
 def test_one_rank_of_a_run_tells_it(agent: int) -> None:

@@ -146,3 +146,25 @@ def loads_alone(rank: int, folder: Path) -> list[float]:
 
 def test_what_is_not_sharded_one_rank_loads_by_itself(tmp_path: Path) -> None:
     assert ranks.run(2, loads_alone, tmp_path) == [[0.0] * 3, [1.0] * 3]
+
+
+def loads_in_groups(rank: int, folder: Path) -> list[set[float]]:
+    """Rank 0 loads with rank 1 in one process group and with rank 2, which has loaded nothing, in the next one."""
+    load_ranks.PATIENCE_SECONDS = 10.0
+    save_both(folder, "sharded")
+    dist.destroy_process_group()
+    found = []
+    for other in (1, 2):
+        if rank in (0, other):
+            number = int(rank != 0)
+            dist.init_process_group("gloo", init_method=f"file://{folder / str(other)}", rank=number, world_size=2)
+            objects = filled("sharded", 0.0)
+            everstep.load_into(folder, **objects)
+            found.append(held(objects))
+            dist.barrier()
+            dist.destroy_process_group()
+    return found
+
+
+def test_a_process_that_has_loaded_in_another_group_loads_with_one_that_is_new(tmp_path: Path) -> None:
+    assert ranks.run(3, loads_in_groups, tmp_path) == [[{2.0}] * 2, [{2.0}], [{2.0}]]

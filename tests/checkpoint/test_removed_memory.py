@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import everstep  # noqa: E402
+from everstep.checkpoint.save import saver  # noqa: E402
 from everstep.checkpoint.save.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.save.saver import WriterConnection  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -130,3 +131,61 @@ def test_a_save_whose_slot_is_removed_meanwhile_fails_at_once_and_the_next_one_i
             continue  # the writer has seen it first, and ended; the next one knows no more
         assert "was removed by another process while the run saved there" in told[0]
         assert str(tmp_path / "memory") in told[0]
+
+
+def save_after_writer_was_replaced(rank: int, folder: Path) -> tuple[list[str], list[int]]:
+    """Return what is told of two saves, between which the memory is removed; rank 0 comes to the second one first."""
+    told: list[str] = []
+    saved: list[int] = []
+    saver._AGAIN = 0.0  # the next look for a lost writer finds or starts another one, as it does after a while
+    with session(folder, every_steps=1000) as ckpt:
+        ckpt.on("failed", lambda event: told.append(event.why))
+        ckpt.on("saved", lambda event: saved.append(event.key.step if event.key is not None else -1))
+        ckpt.track(state={"weights": torch.zeros(1000)})
+        ckpt.save(1)
+        ckpt.wait()
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(folder / "memory")
+            mark_first_look(ckpt, folder / "looked")
+        else:
+            until((folder / "looked").exists, "rank 0, which waits for this rank, has looked for another writer")
+        ckpt.save(2)
+        with contextlib.suppress(SaveFailed):
+            ckpt.wait()
+    return told, saved
+
+
+def mark_first_look(ckpt: Any, mark: Path) -> None:
+    """Make a file as soon as a rank that waits for others has heard another writer than the first one."""
+    outcomes, node = ckpt._claimed()._outcomes, ckpt._claimed().node
+    poll = outcomes.poll
+
+    def patch(timeout_seconds: float) -> None:
+        poll(timeout_seconds)
+        if node.connections > 1 and outcomes.pending and node.is_connected:
+            mark.touch()
+
+    outcomes.poll = patch
+
+
+def test_a_save_that_no_rank_had_begun_did_not_die_with_the_writer_before_it(tmp_path: Path) -> None:
+    """Before, rank 0 asked the new writer how the save had ended, while it waited for the others to begin it."""
+    assert ranks.run(2, save_after_writer_was_replaced, tmp_path) == [([], [1, 2])] * 2
+
+
+def test_a_run_that_begins_anew_finds_the_writer_whose_socket_was_removed(folder: Path) -> None:
+    """Before, nobody could connect, or start another writer, for as long as that one stayed: ten minutes."""
+    state = {"weights": torch.zeros(1000)}
+    for begins in (0, 2):
+        ckpt = session(folder, every_steps=1000, linger=3600.0)
+        assert ckpt.restore(state=state).step == begins
+        ckpt.save(begins + 1)
+        ckpt.wait()
+        (folder / "memory" / "control").unlink()
+        ckpt.save(begins + 2)
+        ckpt.wait()
+        ckpt.close(wait=False)  # as a run that fails: its writer stays
+    with session(folder) as ckpt:
+        restored = ckpt.restore(state=state)
+    assert (restored.step, restored.tier) == (4, "memory")

@@ -152,6 +152,47 @@ def test_a_save_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     assert phases == ["checkpoint", "train"], "to hold is no hang"
 
 
+def test_each_session_of_a_process_saves_for_a_request_and_none_holds_up_another(tmp_path: Path, asked: Path) -> None:
+    models = [Model(), Model()]
+    with session(tmp_path / "actor", every="1h") as actor, session(tmp_path / "critic", every="1h") as critic:
+        for ckpt, model in zip((actor, critic), models, strict=True):
+            ckpt.track(model=model)
+            train(ckpt, model, 3)
+        ask(asked, "of both")
+        began = time.monotonic()
+        for step in range(4, 300):
+            time.sleep(0.01)
+            train(actor, models[0], step)
+            train(critic, models[1], step)
+        assert time.monotonic() - began < outside_requests.HOLD_SECONDS
+    assert [len(steps_in(tmp_path / name)) for name in ("actor", "critic")] == [1, 1]
+
+
+@pytest.mark.parametrize("policy", ["wait", "queue"])
+def test_a_request_whose_time_passes_behind_an_earlier_save_is_dropped_and_holds_training_no_longer(
+    folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    model = Model()
+    with session(folder, every="1h", policy=policy, commit_timeout=60.0) as ckpt:
+        ckpt.on("stalled", lambda event: told.append(event.why))
+        ckpt.track(model=model)
+        train(ckpt, model, 1)
+        with monkeypatch.context() as slow:
+            # As far as rank 0 knows: two that are on their way to a store that takes its time.
+            outcomes = type(ckpt._claimed()._outcomes)
+            slow.setattr(outcomes, "in_the_way", [None, None])
+            ckpt.request(deadline=1.0)
+            began = time.monotonic()
+            train(ckpt, model, 3)
+            assert time.monotonic() - began < 30
+            time.sleep(1.0)
+            train(ckpt, model, 5)
+        train(ckpt, model, 200, pause=0.01)
+    assert [why for why in told if "cannot be stored" in why]
+    assert steps_in(folder) == []
+
+
 def asks_for_two(rank: int, folder: Path, path: Path) -> None:
     os.environ[VARIABLE] = str(path)
     outside_requests.HOLD_SECONDS = 0.5

@@ -315,7 +315,7 @@ def test_a_store_that_is_unavailable_for_a_moment_is_waited_for(
 def test_a_store_that_another_job_has_used_is_refused_before_the_program_starts(
     everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: str, why: str
 ) -> None:
-    """What a job publishes under an earlier attempt would never be restored, and of the same one be mixed with it."""
+    """Of an earlier attempt nothing that is published would ever be restored; of the same one, it would be mixed."""
     command = ("checkpoint", "restore", "store", "back", "--if-any", "--if-empty", "--resume")
 
     def begin(job: str, epoch: str) -> Done:
@@ -332,10 +332,8 @@ def test_a_store_that_another_job_has_used_is_refused_before_the_program_starts(
     assert (done.returncode, why in done.stderr) == (1, True), done.stderr
 
 
-@pytest.mark.parametrize(
-    "command", [("restore", "URL", "back", "--wait", "600"), ("publish", "back", "URL", "--watch")]
-)
-def test_whoever_waits_for_a_store_ends_when_it_is_told_to(tmp_path: Path, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("command", ["restore s3://b/run back --wait 600", "publish back s3://b/run --watch"])
+def test_whoever_waits_for_a_store_ends_when_it_is_told_to(tmp_path: Path, command: str) -> None:
     """A pod that is deleted meanwhile is not kept for its whole grace."""
     nowhere = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     process = subprocess.Popen(

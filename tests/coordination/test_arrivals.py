@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch.distributed as dist
+
 from everstep.coordination.arrivals import RollCall, open_group_of_all
 from everstep.coordination.errors import ErrorTypes, RankLost
 from tests.checkpoint.ranks import run
@@ -57,6 +59,25 @@ def test_a_group_that_a_rank_does_not_open_names_it(absent: int, tmp_path: Path)
     named, words = (absent,), f"rank {absent} left before second(), or did not come to it in time"
     for rank, found in enumerate(run(3, open_without, tmp_path, absent)):
         assert rank == absent or (found[0] == named and words in found[1])
+
+
+def meet_in_groups(rank: int, folder: Path) -> list[list[int]]:
+    """Rank 0 meets rank 1 in one process group and rank 2, which is new there, in the next one."""
+    dist.destroy_process_group()
+    found = []
+    for other in (1, 2):
+        if rank in (0, other):
+            number = int(rank != 0)
+            dist.init_process_group("gloo", init_method=f"file://{folder / str(other)}", rank=number, world_size=2)
+            found.append(open_group_of_all("meet()", 10.0, ErrorTypes()).gather(rank))
+            dist.barrier()
+            dist.destroy_process_group()
+    return found
+
+
+def test_a_process_that_has_been_in_another_group_meets_one_that_is_new(tmp_path: Path) -> None:
+    """As where a process that is left begins anew with a replacement for the one that was lost."""
+    assert run(3, meet_in_groups, tmp_path) == [[[0, 1], [0, 2]], [[0, 1]], [[0, 2]]]
 
 
 def test_one_process_waits_for_nobody() -> None:

@@ -131,3 +131,14 @@ def judged(status: dict[str, Any], generation: int = 1) -> str:
     )
     lua.globals().obj = lua.table_from({"metadata": lua.table_from({"generation": generation}), "status": table})
     return str(lua.execute(LUA.read_text()).status)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem.lower() != "changelog"] + [ROOT / "README.md"], ids=identify
+)
+def test_lines_of_prose_wrap_at_120(page: Path) -> None:
+    text = page.read_text()
+    if text.startswith("<!-- Generated"):
+        return
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")] == []

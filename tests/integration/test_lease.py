@@ -42,16 +42,16 @@ async def test_a_replica_that_stands_by_is_ready_while_the_api_server_answers_it
     await lease(world, "a", "x").acquire()
     second = lease(world, "b", "x")
     second.duration = 600.0
-    assert second.why_not_standing_by() is not None, "it may be the one that is to lead"
+    assert second.describe_why_not_standing_by() is not None, "it may be the one that is to lead"
     waiting = asyncio.create_task(second.acquire())
 
     async def stands_by() -> bool:
-        return second.why_not_standing_by() is None
+        return second.describe_why_not_standing_by() is None
 
     await until(stands_by, "it is ready", 120)
     waiting.cancel()
     second.clock = lambda: read_boottime() + 601
-    assert "has not answered for" in str(second.why_not_standing_by())
+    assert "has not answered for" in str(second.describe_why_not_standing_by())
 
 
 async def test_the_second_of_two_operators_is_ready(operator: OperatorProcess, tmp_path: Path) -> None:

@@ -410,7 +410,9 @@ async def test_a_surprise_is_a_failed_poll(woken: Woken, leader: FakeLeader, mon
         broken.setattr("everstep_operator.cluster.leader_poller.parse_leader_state", surprise)
         woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
         await until(a_few, "polls that fail")
-    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["a bug or a surprise"], "once"
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == [
+        "a request to a leader failed unexpectedly"
+    ], "once"
     await reachable(woken)
 
 

@@ -158,8 +158,8 @@ async def test_an_operator_that_has_just_started_knows_who_waits_before_it_plans
     nodes = [{"metadata": {"name": f"n{n}"}, "status": {"allocatable": {"pods": "1"}}} for n in range(2)]
     server: Any = Server(unreadable, world.job.manifest(), nodes=nodes, config_maps=world.config_maps)
     operator = Operator(OperatorSettings.load({}, {}), server, world.settings.operator_keys, AgentCode(b"code"))
-    await operator._list_first()  # what `run` does before it starts its workers
-    (seen,) = operator.gangs.others(("default", "another"))
+    await operator._fill_cache()  # what `run` does before it starts its workers
+    (seen,) = operator.gangs.list_rivals(("default", "another"))
     assert (seen.key, seen.wanted) == ("default/digits", 3)
     assert (seen.places, seen.possible) == (2, False), "counted by the frozen template, which is read first"
-    assert operator.gangs.others(("default", "digits")) == ()
+    assert operator.gangs.list_rivals(("default", "digits")) == ()

@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 
 from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.attributes import FixedAttributes  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
@@ -106,6 +107,50 @@ def test_an_attribute_that_changes_is_refused_on_all_ranks_wherever_the_cut_fall
         assert said == one[0][:-1]
         assert float(loss) > 0
     assert {said[0] for said in one} == {one[0][0]}
+
+
+class Holding(nn.Module):  # type: ignore[misc]
+    """Reads attributes that are no plain values, beside modules that a cut may part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.act, self.both = torch.ones(4), torch.tanh, [torch.ones(4), torch.ones(4)]
+        self.setting = {"power": torch.ones(())}
+        self.double()
+
+    def inner(self, x: Any) -> Any:
+        return x * self.both[1]
+
+    def forward(self, x: Any) -> Any:
+        return self.two(self.inner(self.act(self.one(x)) * self.scale) ** self.setting["power"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale", torch.full((4,), 2.0)),
+        ("act", torch.sigmoid),
+        ("both", [torch.ones(4), torch.zeros(4)]),
+        ("setting", {"power": torch.zeros(())}),
+        ("inner", lambda x: x * 2),
+    ],
+)
+def test_another_tensor_or_function_in_the_place_of_an_attribute_is_seen(name: str, value: Any) -> None:
+    model = Holding()
+    fixed = FixedAttributes(model, trace_model(model, X).attributes)
+    fixed.check()
+    before = vars(model).get(name)
+    setattr(model, name, value)
+    with pytest.raises(PipelineError, match=f"the model has another attribute '{name}'"):
+        fixed.check()
+    if before is None:
+        delattr(model, name)
+    else:
+        setattr(model, name, before)
+    fixed.check()
+    model.scale = torch.ones(4)  # the same numbers
+    fixed.check()
 
 
 class Counting(nn.Module):  # type: ignore[misc]

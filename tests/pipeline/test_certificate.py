@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.partition.blocks import spread_stages
+from everstep.pipeline.partition.blocks import assign_nodes
 from everstep.pipeline.partition.certificate import compute_bound
 from everstep.pipeline.partition.limit import LowerBound
 from everstep.pipeline.partition.solve import search_splits
@@ -48,7 +48,7 @@ def test_where_splits_are_few_the_limit_is_the_best_of_all() -> None:
         best = min(seen(given, split) for split in splits(given.graph, len(given.devices)))
         near, beyond = LowerBound(given.problem, best, 2500).near(best, 400)
         assert beyond == best
-        assert all(seen(given, spread_stages(given.problem.blocks, split)) >= best * (1 - 1e-9) for split in near)
+        assert all(seen(given, assign_nodes(given.problem.blocks, split)) >= best * (1 - 1e-9) for split in near)
 
 
 def test_the_programme_and_the_search_agree() -> None:

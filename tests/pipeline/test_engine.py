@@ -56,7 +56,7 @@ def test_who_reads_what_is_stated_and_others_may_leave_it_out() -> None:
     [
         ("inputs", "rank 0: it reads the arguments x: the batch must name them"),
         ("name", "rank 0: its batch lacks x, which its stages use; it has y"),
-        ("targets", "rank 1: it runs the loss, and was given no targets"),
+        ("targets", "rank 1: it runs the loss, and got no targets"),
         ("samples", "rank 0 has a batch of 8; rank 1 has a batch of 7"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_stage_that_cannot_split_its_backward_is_refused_a_schedule_that_does(
         schedule = schedule_of(Setting("mlp", "zb-h1"), graph)
         Engine({transport.rank: parts[transport.rank]}, schedule, graph, transport, CASES["mlp"].loss)
 
-    with pytest.raises(PipelineError, match=r"splits the backward of stage 0, which cannot be: 0 has backward hooks"):
+    with pytest.raises(PipelineError, match=r"stage 0, which cannot be split: 0 has backward hooks"):
         Fabric(2).run(work)
 
 

@@ -103,7 +103,7 @@ def test_a_module_that_hands_on_what_it_is_given_may_do_otherwise_with_other_siz
     model = Model(lambda x: x * 2 if x.shape[1] > 6 else x, is_inside=True)
     stages = split_model(trace_model(model, made(5)), {"two": 1})
     torch.testing.assert_close(run_stages(stages, {"x": made(6)}), model(made(6)))
-    with pytest.raises(PipelineError, match="another way through the model's code"):
+    with pytest.raises(PipelineError, match="another path through the model's code"):
         run_stages(stages, {"x": made(7)})
 
 

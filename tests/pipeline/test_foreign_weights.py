@@ -95,7 +95,7 @@ def test_a_loss_that_reads_weights_of_other_stages_is_refused_with_their_names(w
     here, there = ranks.run(2, _refused, with_targets)
     for name, words in here.items():
         if name == "statistics" and with_targets:  # which forward writes
-            assert "reads something that forward leaves behind" in words
+            assert "reads something that forward stores" in words
             continue
         weight = {"statistics": "norm.running_var", "a number": "embed.bias"}.get(name, "embed.weight")
         for said in (words, there[name]):
@@ -313,16 +313,25 @@ def _whole(rank: int) -> list[str]:
         said.append(_say(lambda: float(clip_grad_norm_(other.parameters(), 1.0)) > 0))
         said.append(_say(lambda: float(run.clip_grad_norm_(1.0)) > 0))
         parameters = list(run.parameters())
+        # As Prodigy, SAM's own optimizer, LAMB of some libraries, and one that has the option and does not use it.
+        for keys in ({"d": 1e-6, "d0": 1e-6}, {"rho": 0.05, "adaptive": False}, {"max_grad_norm": 1.0}):
+            named = torch.optim.SGD([{"params": parameters, **keys}], lr=0.1)
+            said.append(_say(named.step))
+        said.append(_say(torch.optim.SGD([{"params": parameters, "max_grad_norm": None}], lr=0.0).step))
     said.append(_say(lambda: float(clip_grad_norm_(parameters, 1.0)) > 0))
     return said
 
 
 def test_functions_that_compute_over_all_parameters_together_are_refused_on_a_part_of_them() -> None:
-    for clipped, stepped, scaled, unscaled, other, own, after in ranks.run(2, _whole):
+    for clipped, stepped, scaled, unscaled, other, own, *known, unused, after in ranks.run(2, _whole):
         assert "call run.clip_grad_norm_(max_norm) on all processes" in clipped
         assert stepped.startswith("PipelineError: LBFGS computes over all parameters together")
         assert "give EngineOptions(precision='fp16')" in scaled
-        assert [unscaled, other, own, after] == ["None", *["True"] * 3]
+        assert [unscaled, other, own, after, unused] == ["None", *["True"] * 3, "None"]
+        for each, words in zip(
+            known, ("estimates its step", "goes along the gradient", "clips by the norm"), strict=True
+        ):
+            assert each.startswith(f"PipelineError: SGD {words}")
 
 
 def test_a_pipeline_on_one_process_is_the_whole_model() -> None:

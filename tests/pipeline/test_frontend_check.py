@@ -10,10 +10,12 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from everstep.pipeline.comparison import compare_stages  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
 from everstep.pipeline.frontend.check import compare_gradients, find_mixing_nodes  # noqa: E402
 from everstep.pipeline.frontend.split import node_modules  # noqa: E402
+from everstep.pipeline.frontend.tree import build_tree  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
@@ -72,3 +74,79 @@ def test_where_samples_meet_is_named() -> None:
 def test_the_balance_of_experts_is_taken_over_a_batch() -> None:
     found, batch = front.traced(CASES["experts"]), CASES["experts"].example()
     assert find_mixing_nodes(node_modules(found), batch.inputs, found.model) == ["experts.0", "experts.1", "experts.2"]
+
+
+class Clamped(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    @staticmethod
+    def forward(ctx: Any, x: Any, limit: float) -> Any:
+        ctx.limit = limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient.clamp(-ctx.limit, ctx.limit), None
+
+
+class Reversed(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return -0.1 * gradient
+
+
+class Backwards(nn.Module):  # type: ignore[misc]
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.how = nn.Linear(3, 3), nn.Linear(3, 3), how
+
+    def forward(self, x: Any) -> Any:
+        x = self.one(x)
+        if self.how == "clamps little":
+            x = Clamped.apply(x, 1e-3)
+        elif self.how == "clamps what is large":
+            x = Clamped.apply(x, 50.0)
+        elif self.how == "reverses":
+            x = Reversed.apply(x)
+        elif x.requires_grad:
+            x.register_hook(torch.nn.functional.normalize if self.how == "normalises" else torch.neg)
+        return self.two(x)
+
+
+@pytest.mark.parametrize("how", ["clamps little", "clamps what is large", "reverses", "normalises", "negates"])
+def test_a_backward_that_depends_on_the_size_of_gradients_is_refused(how: str) -> None:
+    """It begins with the sum of losses in a pipeline, and with their mean in one process."""
+    model = Backwards(how).double()
+    batch = {"x": torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(4, 3)}
+    found = trace_model(model, batch)
+    parts = split_model(found, {"two": 1})
+    if how in ("reverses", "negates"):
+        compare_stages(model, found, parts, batch)
+        return
+    with pytest.raises(
+        PipelineError, match=r"of one.weight of a loss that is 1024 times as large .*EngineOptions.clip"
+    ):
+        compare_stages(model, found, parts, batch)
+
+
+def test_what_a_model_does_between_its_blocks_is_missed_though_their_arguments_have_other_names() -> None:
+    class Shifted(nn.Module):  # type: ignore[misc]
+        def __init__(self, shift: float) -> None:
+            super().__init__()
+            self.one, self.two, self.shift = nn.Linear(3, 3), nn.Linear(3, 3), shift
+
+        def forward(self, x: Any) -> Any:
+            return self.two(self.one(x).tanh() + self.shift) if self.shift else self.two(self.one(x))
+
+    batch = {"input": torch.ones(2, 3)}  # as nn.Linear calls it
+    for shift in (0.0, 0.5):
+        model = Shifted(shift)
+        chain = build_tree(model, ["one", "two"])
+        if not shift:
+            compare_stages(model, chain, chain.split({"two": 1}), batch)
+            continue
+        with pytest.raises(PipelineError, match=r"cut between its blocks \(one, two.*what else its forward does"):
+            compare_stages(model, chain, chain.split({"two": 1}), batch)

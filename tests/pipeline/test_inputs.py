@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
+from everstep.pipeline.frontend.arguments import Arguments, refuse_uncut_targets  # noqa: E402
 from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
@@ -120,3 +120,57 @@ def test_a_dictionary_that_has_any_attribute_is_part_of_the_trace() -> None:
     arguments.check(arguments.name({**given, "setting": Attributes(power=2)}))
     with pytest.raises(PipelineError, match="'setting' is another Attributes than in the example"):
         arguments.check(arguments.name({**given, "setting": Attributes(power=3)}))
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (torch.ones(4, 1).numpy(), "have a ndarray"),
+        (collections.UserDict(labels=torch.ones(4, 1)), "have a UserDict"),
+        ({"labels": torch.ones(4), "more": [Fields(scale=torch.ones(4))]}, "have a Fields"),
+        ({"labels": torch.ones(4), "weights": [1.0, 2.0, 3.0, 4.0]}, "a list of 4 items of float"),
+        (["a", "b", "c", "d"], "a list of 4 items of str"),
+    ],
+)
+def test_targets_that_would_go_whole_to_each_micro_batch_are_refused(targets: Any, words: str) -> None:
+    with pytest.raises(PipelineError, match=words):
+        refuse_uncut_targets(targets, 4)
+
+
+def test_targets_that_are_cut_or_are_of_no_sample_are_taken() -> None:
+    for targets in (
+        torch.ones(4),
+        {"labels": [torch.ones(4), torch.ones(4)], "weights": (1.0, 2.0, 3.0, 4.0), "names": ["a", "b"]},
+        [torch.ones(4)] * 4,
+        None,
+    ):
+        refuse_uncut_targets(targets, 4)
+    refuse_uncut_targets([1.0], 1)
+
+
+class ByPosition(Model):
+    def forward(self, x: Any, shift: Any = None, /, *more: Any) -> Any:
+        return self.two(self.one(x) + (0 if shift is None else shift) + sum(more))
+
+
+@pytest.mark.parametrize("given", [1, 2, 4])
+def test_arguments_that_have_no_names_for_callers_are_taken(given: int) -> None:
+    model, batch = ByPosition(), tuple(torch.randn(3, 4) for _ in range(given))
+    named = Arguments(model).name(batch)
+    stages = split_model(trace_model(model, named), {"two": 1})
+    assert torch.equal(run_stages(stages, named), model(*batch))
+    assert Arguments(model).fits_by_name(named)
+
+
+def test_targets_in_the_memory_of_an_argument_that_forward_changes_are_refused() -> None:
+    arguments, batch = Arguments(Model()), torch.ones(3, 4)
+    given = {"x": batch, "extra": Pair(torch.ones(3, 4), torch.ones(3, 1))}
+    arguments.traced_with(given)
+    arguments.refuse_changed_targets(given, batch)
+    arguments.traced_with(given, {"x"})
+    for targets in (batch.clone(), {"y": given["extra"].scale}, None, torch.ones(0)):
+        arguments.refuse_changed_targets(given, targets)
+    arguments.refuse_changed_targets(None, batch)
+    for targets in (batch, {"y": [batch[1:]]}):
+        with pytest.raises(PipelineError, match=r"changes its argument 'x' in place.*clone\(\)"):
+            arguments.refuse_changed_targets(given, targets)

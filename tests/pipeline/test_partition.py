@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from everstep.pipeline.partition.blocks import spread_stages
+from everstep.pipeline.partition.blocks import assign_nodes
 from everstep.pipeline.partition.solve import search_splits
 from tests.pipeline.partition_cases import case, splits, worth
 
@@ -25,7 +25,7 @@ def optimum_is_found(seed: int) -> None:
         assert not found
         return
     assert found, "there are splits that fit"
-    assert worth(given, spread_stages(problem.blocks, found[0])) == pytest.approx(best, rel=1e-9)
+    assert worth(given, assign_nodes(problem.blocks, found[0])) == pytest.approx(best, rel=1e-9)
     assert problem.judge(found[0]).objective == pytest.approx(best, rel=1e-9)
     assert bound == pytest.approx(best, rel=1e-8)
 

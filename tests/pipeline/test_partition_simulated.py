@@ -9,7 +9,7 @@ import pytest
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Link, make_uniform_links, stage_graph
-from everstep.pipeline.partition.blocks import contract_graph, spread_stages
+from everstep.pipeline.partition.blocks import assign_nodes, contract_graph
 from everstep.pipeline.partition.refine import Referee
 from everstep.pipeline.partition.solve import partition_graph, problem_of
 from everstep.pipeline.schedules import make_schedule, simulate_schedule
@@ -75,6 +75,6 @@ def test_what_a_candidate_says_of_itself_is_what_the_simulator_says() -> None:
         split = tuple(candidate.stage_of[block.nodes[0]] for block in problem.blocks.blocks)
         assert referee.see(split).seconds == candidate.simulated
         assert problem.judge(split).seconds == candidate.surrogate
-        assert spread_stages(problem.blocks, split) == candidate.stage_of
+        assert assign_nodes(problem.blocks, split) == candidate.stage_of
         assert candidate.simulated == pytest.approx(candidate.bound * (1 + candidate.gap))
         assert worth(given, dict(candidate.stage_of)) == pytest.approx(candidate.surrogate) or given.memory_weight

@@ -252,3 +252,32 @@ def test_a_model_in_which_samples_meet_a_little_is_refused(by: str, dtype: Any) 
     inputs, targets = (torch.randn(8, 6, generator=random, dtype=dtype) for _ in range(2))
     with pytest.raises(PipelineError, match="they meet in the model"):
         look(Counted(by).to(dtype), {"x": inputs}, targets, nn.functional.mse_loss)
+
+
+class Centred(nn.Module):  # type: ignore[misc]
+    """Takes off the mean of a batch: always, or in training only; or draws noise, which says nothing."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.drop, self.when = nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(0.5), when
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Any) -> Any:
+        x = self.drop(self.norm(self.one(x)))
+        if self.when == "always" or (self.when == "in training" and self.training):
+            x = x - x.mean(0)
+        return self.two(x + torch.randn_like(x) if self.when == "draws" else x)
+
+
+@pytest.mark.parametrize("when", ["always", "in training", "never", "draws"])
+def test_where_samples_meet_in_a_model_shows_without_targets_too(when: str) -> None:
+    model, inputs = Centred(when).double(), {"x": torch.randn(8, 6, dtype=torch.float64)}
+    found = trace_model(model, inputs)
+    flags = [each.training for each in model.modules()]
+    if when in ("never", "draws"):
+        check_samples(model, found, inputs, None, None, None, frozenset())
+    else:
+        with pytest.raises(PipelineError, match=r"what the model returns of 4 samples .* they meet in the model"):
+            check_samples(model, found, inputs, None, None, None, frozenset())
+    assert flags == [each.training for each in model.modules()]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Edge, Link, Stage, StageGraph, make_chain_graph, make_uniform_links
 from everstep.pipeline.schedules import (
+    SCHEDULES,
     Action,
     ActionKind,
     Result,
@@ -61,13 +62,10 @@ def peak(name: str, p: int, v: int, m: int) -> float:
 @pytest.mark.parametrize(
     ("name", "v"),
     [
-        ("simple", 1),
-        ("1f1b", 1),
-        ("interleaved", 2),
-        ("interleaved", 4),
-        ("zb-h1", 1),
-        ("zb-interleaved", 2),
-        ("zb-interleaved", 3),
+        (each.name, chunks)
+        for each in SCHEDULES
+        for chunks in range(1, 5)
+        if each.is_worth_trying(chunks) and " if " not in each.bubble
     ],
 )
 def test_equal_stages_take_what_the_closed_form_says(

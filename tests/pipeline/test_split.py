@@ -205,7 +205,7 @@ def test_a_stage_that_is_not_given_a_value_says_which(traced: Any) -> None:
     from everstep.pipeline.errors import PipelineError
 
     _, _, found = traced("mlp")
-    with pytest.raises(PipelineError, match="stage 1 was not given"):
+    with pytest.raises(PipelineError, match="stage 1 did not receive"):
         split_model(found, even(found, 2))[1]({})
 
 

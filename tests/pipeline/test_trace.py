@@ -201,7 +201,7 @@ def test_another_way_for_other_sizes_is_refused_when_it_comes() -> None:
 
     stages = split_model(trace_model(Cut(nn.Tanh()), {"x": torch.ones(3, 5, 4)}), {"two": 1})
     assert run_stages(stages, {"x": torch.ones(2, 6, 4)}).shape == (2, 5, 4)
-    with pytest.raises(PipelineError, match="another way through the model's code"):
+    with pytest.raises(PipelineError, match="another path through the model's code"):
         run_stages(stages, {"x": torch.ones(2, 4, 4)})
 
 

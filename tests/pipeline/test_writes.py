@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.engine.batchnorm import RunningStatistics  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.frontend.writes import find_writes, refuse_reads_of_statistics, refuse_writes  # noqa: E402
@@ -50,6 +51,40 @@ class Writing(nn.Module):  # type: ignore[misc]  # torch is not where types are 
         if self.how == "replaces a parameter":
             self.scale = nn.Parameter(self.scale * 0.9, requires_grad=False)
         return self.layer(x - self.mean) * self.scale
+
+
+class FrozenByItself(nn.BatchNorm1d):  # type: ignore[misc]
+    """Normalises by what it has, in training too."""
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+        )
+
+
+class OfParts(nn.BatchNorm1d):  # type: ignore[misc]
+    """Takes the statistics of parts of a batch."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.cat([super(OfParts, self).forward(each) for each in x.chunk(2)])
+
+
+def test_batch_normalisation_with_a_forward_of_its_own_has_its_buffers_and_is_refused_if_it_writes_them() -> None:
+    frozen = FrozenByItself(4)
+    frozen.running_mean.fill_(0.5)
+    model = between(frozen)
+    assert not find_writes(trace_model(model, X.flatten(0, 1)).record)
+    expected = model(X.flatten(0, 1))
+    statistics = RunningStatistics(model.modules())
+    statistics.begin(count=True)
+    assert torch.equal(model(X.flatten(0, 1)), expected)
+    statistics.end()
+    statistics.commit(lambda each: None)
+    assert frozen.num_batches_tracked == 0
+    with pytest.raises(
+        PipelineError, match=r"forward writes the buffer '1.num_batches_tracked' of module '1' \(OfParts"
+    ):
+        refuse_writes(trace_model(between(OfParts(4)), X.flatten(0, 1)).record, 4)
 
 
 def between(module: nn.Module) -> nn.Module:

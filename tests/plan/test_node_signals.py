@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.plan.node_signals import NodeSignal, index_rules, is_spot, read_signal
+from everstep_operator.plan.node_signals import RULES, NodeSignal, SignalRule, index_rules, is_spot, read_signal
 from everstep_operator.plan.node_view import parse_node
 from everstep_operator.plan.taints import is_temporary
 from everstep_operator.settings import OperatorSettings
@@ -21,6 +23,7 @@ GKE_TIME = "cloud.google.com/scheduled-maintenance-time"
 AKS = "remediator.kubernetes.azure.com/unschedulable"
 CA = "ToBeDeletedByClusterAutoscaler"
 NOTICED = 1_760_000_000.0
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "spot.md").read_text()
 
 
 def node(
@@ -110,6 +113,20 @@ def test_a_signal_becomes_a_reason_and_a_deadline(
     deadline = signal.compute_deadline(NOTICED)
     assert deadline == (None if seconds is None else NOTICED + seconds)
     assert parse_node(raw).signal == signal
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.place} {rule.name}")
+def test_every_rule_of_the_table_is_read_and_is_on_the_page(rule: SignalRule) -> None:
+    value = f"{NOTICED + 60:.0f}" if rule.time else rule.value or "True"
+    raw = {
+        "taint": lambda: node(rule.name, value),
+        "label": lambda: node(labels={rule.name: value}),
+        "condition": lambda: node(condition=(rule.name, value)),
+    }[rule.place]()
+    signal = read_signal(raw)
+    assert signal is not None
+    assert (signal.reason, signal.source) == (rule.reason, f"{rule.place} {rule.name}")
+    assert re.search(rf"`{re.escape(rule.name)}\b", PAGE)
 
 
 @pytest.mark.parametrize(("who", "raw"), SILENT, ids=[row[0] for row in SILENT])

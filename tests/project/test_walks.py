@@ -50,3 +50,9 @@ def test_every_file_and_function_of_a_walk_exists(title: str) -> None:
         found = list_definitions(ROOT / file)
         missing += [f"{file}: {name}" for name in names if name not in found]
     assert missing == []
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_a_walk_turns_back_at_most_once(title: str) -> None:
+    files = [file for file, _ in WALKS[title]]
+    assert len(files) - len(set(files)) <= 1

@@ -65,7 +65,7 @@ class Operator:
         self.workers = FairShare(settings.workers)
         self.queue: WorkQueue[Key] = WorkQueue(share=self.workers, namespace=lambda key: key[0])
         rules = index_rules(rule.to_rule() for rule in settings.node_signals)
-        self.cache = ClusterCache(touched=self.queue.add, pool_changed=self._pool_changed, node_rules=rules)
+        self.cache = ClusterCache(touched=self.queue.add, pool_changed=self._requeue_jobs_of_pool, node_rules=rules)
         self.leaders = LeaderPoller(
             self.queue.add_after,
             fence_timeout=settings.fence_timeout,
@@ -109,7 +109,7 @@ class Operator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`; then finish what is in work, briefly. An exception of any part ends all of them."""
-        await self._list_first()
+        await self._fill_cache()
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self.watch.run(lambda: self._schedule_resync(STARTED_SECONDS))),
@@ -126,7 +126,8 @@ class Operator:
         await self.leases.close()
         await self.leaders.close()
 
-    async def _list_first(self) -> None:
+    async def _fill_cache(self) -> None:
+        """List all objects once, and find the gangs that wait."""
         await self._wait_until_served()
         started = time.monotonic()
         while self.resync.done_at is None:
@@ -165,18 +166,24 @@ class Operator:
                     self.queue.forget(job)
                 else:
                     result = "refused"
-                    await self._requeue_with_backoff(log.info, "still refused", job, message=rejection.message)
+                    await self._requeue_with_backoff(
+                        log.info, "the API server still rejects an action; trying again", job, message=rejection.message
+                    )
             except StaleObject as error:
                 result = "waiting"
-                await self._requeue_with_backoff(log.info, "waiting for a former object to go", job, error)
+                await self._requeue_with_backoff(log.info, "waiting for the deletion of a stale object", job, error)
             except (errors.ApiError, errors.Unreachable) as error:
                 result = "refused"
-                await self._requeue_with_backoff(log.warning, "cannot go on with a job", job, error)
+                await self._requeue_with_backoff(
+                    log.warning, "a request to the API server failed; trying again", job, error
+                )
             except LeaseLost:
                 raise
             except Exception:
                 result = "error"
-                await self._requeue_with_backoff(log.exception, "a bug or a surprise", job)
+                await self._requeue_with_backoff(
+                    log.exception, "reconcile failed with an unexpected error; trying again", job
+                )
             finally:
                 self.queue.done(job)
                 metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
@@ -213,15 +220,16 @@ class Operator:
             self._listed.cancel()
         self._listed = asyncio.get_running_loop().call_later(seconds, self.resync.request_soon)
 
-    def _pool_changed(self, pool: str) -> None:
+    def _requeue_jobs_of_pool(self, pool: str) -> None:
+        """Requeue the jobs that may run in a pool which has changed."""
         for job, raw in self.cache.jobs.items():
             if any(choice.get("name") == pool for choice in (raw.get("spec") or {}).get("pools") or ()):
                 self.queue.add(job)
 
     # --- health
 
-    def unhealthy_reason(self) -> str | None:
-        """Return why a restart of the process would help, or None."""
+    def describe_hang(self) -> str | None:
+        """Return what hangs, so that a restart of the process would help; None if nothing does."""
         if self.queue.longest_work() > self.settings.stuck_seconds + 60:
             return f"a job has been in work for {self.queue.longest_work():.0f} s"
         if (waited := self.queue.oldest_wait_unserved()) > self.settings.stuck_seconds + 60:
@@ -231,6 +239,7 @@ class Operator:
         return None
 
     def update_gauges(self) -> None:
+        """Set the metrics that are read when they are scraped."""
         metrics.queue_depth.set(self.queue.depth)
         metrics.queue_oldest_seconds.set(self.queue.oldest_wait())
         metrics.queue_longest_work_seconds.set(self.queue.longest_work())
@@ -267,15 +276,15 @@ async def run_operator(settings: OperatorSettings, agent_code: bytes, stop: asyn
     lease = OperatorLease(client, settings.pod_namespace, settings.lease_name, identity)
     waiting = True
 
-    def why_not_ready() -> str | None:
+    def describe_what_is_missing() -> str | None:
         # A replica that stands by is ready: else a rollout, and `helm --wait`, would wait for it for ever.
         if waiting:
-            return lease.why_not_standing_by()
+            return lease.describe_why_not_standing_by()
         return None if running and running[0].resync.done_at is not None else "not listed yet"
 
     servers = health.HealthServers(
-        alive=lambda: running[0].unhealthy_reason() if running else None,
-        ready=why_not_ready,
+        alive=lambda: running[0].describe_hang() if running else None,
+        ready=describe_what_is_missing,
         measure=lambda: running[0].update_gauges() if running else None,
     )
     await servers.start(settings.bind, settings.health_port, settings.metrics_port)
@@ -328,6 +337,7 @@ async def _run_until_signalled(settings: OperatorSettings, agent_code: bytes) ->
 
 
 def parse_settings(arguments: list[str] | None, environment: Mapping[str, str]) -> OperatorSettings:
+    """Return the settings from the command line and, for what it leaves out, from the environment."""
     parser = argparse.ArgumentParser("everstep-operator", description="Runs TrainingJobs on Kubernetes.")
     for name, about in OperatorSettings.model_fields.items():
         parser.add_argument(f"--{name.replace('_', '-')}", help=(about.description or "").replace("%", "%%"))

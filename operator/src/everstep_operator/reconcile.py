@@ -249,7 +249,7 @@ class Reconciler:
             pods=pods,
             pools=self._read_pools(job),
             leader=leader,
-            gangs=self.gangs.others(key),
+            gangs=self.gangs.list_rivals(key),
             frozen=frozen,
             settings=self.settings,
             rejection=rejection,

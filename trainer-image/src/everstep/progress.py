@@ -23,6 +23,7 @@ _MAX_LINE = 4096  # PIPE_BUF: a write up to here is never torn by another proces
 _path: str | None = None
 _fd: int | None = None
 _phase = "train"  # that the script is in
+_untold: dict[str, int | str] = {}  # of checkpoints: what a full pipe had no room for
 
 
 def progress(step: int, total: int | None = None, phase: str = "train", **metrics: float) -> None:
@@ -36,6 +37,7 @@ def progress(step: int, total: int | None = None, phase: str = "train", **metric
     try:
         fd = _open()
         if fd is not None:
+            _tell_words(fd)
             os.write(fd, _line(step, total, phase, metrics))
     except Exception:  # noqa: BLE001, S110, RUF100 - a report must never end a training run
         pass
@@ -43,6 +45,8 @@ def progress(step: int, total: int | None = None, phase: str = "train", **metric
 
 def report_checkpoint(**words: int | str) -> None:
     """Report what the job's status says of checkpoints; the checkpoint library calls it.
+
+    What a full pipe has no room for is told by the next call, of progress() too: nothing else tells of it again.
 
     Args:
         words: `checkpoint`: the step of the newest one that is stored; `checkpoint_bytes`: its size;
@@ -53,7 +57,8 @@ def report_checkpoint(**words: int | str) -> None:
     with contextlib.suppress(Exception):  # a report must never end a training run
         fd = _open()
         if fd is not None:
-            os.write(fd, (" ".join(f"{name}={value}" for name, value in words.items()) + "\n").encode())
+            _untold.update(words)
+            _tell_words(fd)
 
 
 @contextlib.contextmanager
@@ -74,11 +79,24 @@ def _open() -> int | None:
         if _fd is not None:
             os.close(_fd)
         _path, _fd = path, None
+        _untold.clear()  # it is of another job
         if path:
             # Without O_NONBLOCK this would wait for an agent that reads; with it, none is an error.
             _fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             _offer_stacks(_fd)
     return _fd
+
+
+def _tell_words(fd: int) -> None:
+    global _untold
+    words, _untold = _untold, {}  # another thread may report meanwhile
+    if not words:
+        return
+    try:
+        os.write(fd, (" ".join(f"{name}={value}" for name, value in words.items()) + "\n").encode())
+    except OSError:
+        _untold = {**words, **_untold}
+        raise
 
 
 def _offer_stacks(fd: int) -> None:

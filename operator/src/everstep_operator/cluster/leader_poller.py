@@ -208,7 +208,7 @@ class LeaderPoller:
             try:
                 await send()
             except Exception:
-                log.exception("a bug or a surprise", path=path, address=polled.poll.address)
+                log.exception("a request to a leader failed unexpectedly", path=path, address=polled.poll.address)
             finally:
                 del polled.commands[path]
 
@@ -259,7 +259,11 @@ class LeaderPoller:
                 failures += 1
                 metrics.leader_polls.labels("failed").inc()
                 if failures == 1 and not isinstance(error, (LeaderAnswerError, ImplausibleAnswer)):
-                    log.exception("a bug or a surprise", job="/".join(key), address=polled.poll.address)
+                    log.exception(
+                        "a request to a leader failed unexpectedly",
+                        job="/".join(key),
+                        address=polled.poll.address,
+                    )
                 if failures == MAX_LOST_POLLS:
                     log.info("leader unreachable", job="/".join(key), address=polled.poll.address, error=str(error))
                     self._update(key, polled, replace(polled.view, reachable=False))

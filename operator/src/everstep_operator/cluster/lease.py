@@ -54,7 +54,7 @@ class OperatorLease:
         if (age := self.clock() - self._renewed_at) >= self.renew_deadline:
             raise LeaseLost(f"lease {self.name} was not renewed for {age:.0f} s")
 
-    def why_not_standing_by(self) -> str | None:
+    def describe_why_not_standing_by(self) -> str | None:
         """Return why this process could not take over when the holder is gone, or None: another one holds the Lease,
         and the API server has said so a moment ago."""
         if self._answered_at is None:

@@ -23,7 +23,7 @@ def view_waiting_gang(job: TrainingJob, pods: Iterable[PodView], places: int | N
     return view if view is not None and view.scheduled < view.wanted else None
 
 
-def _queue_position(view: GangView) -> tuple[frozenset[str], bool, str]:
+def _find_queue_position(view: GangView) -> tuple[frozenset[str], bool, str]:
     """Return what decides in whose queue a gang is, and where."""
     return view.pools, view.possible, view.quota
 
@@ -54,10 +54,12 @@ class WaitingGangs:
             if view is not None:
                 self._views[key] = view
 
-    def others(self, key: Key) -> tuple[GangView, ...]:
+    def list_rivals(self, key: Key) -> tuple[GangView, ...]:
+        """Return all waiting gangs but that of this job."""
         return tuple(view for other, view in self._views.items() if other != key)
 
     def update(self, key: Key, view: GangView | None) -> None:
+        """Store the gang of a job, or that it waits no longer (None), and wake the rivals for which that matters."""
         old = self._views.get(key)
         if old == view:
             return
@@ -67,7 +69,7 @@ class WaitingGangs:
             self._views[key] = view
         # One more bound pod of a gang that goes on waiting moves nobody: only who begins, ends, gives back, or
         # changes its place in the order.
-        moved = old is None or view is None or _queue_position(view) != _queue_position(old)
+        moved = old is None or view is None or _find_queue_position(view) != _find_queue_position(old)
         if moved or (old and view and view.scheduled < old.scheduled):
             pools = (old.pools if old else frozenset()) | (view.pools if view else frozenset())
             for other, rival in self._views.items():

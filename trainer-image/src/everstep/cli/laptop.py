@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.cli.errors import CliError
 from everstep.cli.live import LiveScreen
-from everstep.cli.local import EPOCH, LocalAgents, hold_base
+from everstep.cli.local import EPOCH, LocalAgents, lock_base_folder
 from everstep.cli.local_checkpoints import LocalCheckpoints, find_default_base
 from everstep.cli.prepare import PreparedJob
 from everstep.cli.story import StateNarrator
@@ -60,7 +60,7 @@ class LocalRun:
 
         started = time.time()
         agent = self._base / "agent.pyz"
-        with hold_base(self._base) as lock, LiveScreen(self._prepared.name) as screen, self._signals():
+        with lock_base_folder(self._base) as lock, LiveScreen(self._prepared.name) as screen, self._signals():
             try:
                 agent.write_bytes(build_zipapp())
                 checkpoints = LocalCheckpoints(self._base, self._prepared.checkpoint, anew=self._anew)
@@ -78,7 +78,7 @@ class LocalRun:
                 if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
                     screen.say("an agent did not exit; killing it")
             finally:
-                if None in agents.exits:
+                if None in agents.exit_codes:
                     agents.kill()
             code = self._verdict(agents, screen)
             if code == 0:
@@ -108,8 +108,8 @@ class LocalRun:
                     screen.say("stopping; press Ctrl-C again to kill the ranks")
                 state = leader.state(self._story.after, POLL_SECONDS, self._story.charged, self._story.allowance)
             except OSError as error:
-                if agents.exits[0] is not None or time.monotonic() > deadline:
-                    if self._story.state or agents.exits[0] is not None:
+                if agents.exit_codes[0] is not None or time.monotonic() > deadline:
+                    if self._story.state or agents.exit_codes[0] is not None:
                         return
                     raise CliError(f"the leader is unavailable: {error}") from None
                 time.sleep(0.05)
@@ -121,7 +121,8 @@ class LocalRun:
                 screen.say(sentence)
             screen.show(state)
             # On a cluster the operator would replace the pod; here nobody does.
-            if self._story.outcome is None and (gone := [i for i, code in enumerate(agents.exits) if code is not None]):
+            gone = [index for index, code in enumerate(agents.exit_codes) if code is not None]
+            if self._story.outcome is None and gone:
                 self._ended_first = gone[0]
                 screen.say(f"the agent of node {gone[0]} ended unexpectedly")
                 return
@@ -129,7 +130,7 @@ class LocalRun:
 
     def _verdict(self, agents: LocalAgents, screen: LiveScreen) -> int:
         # Without an outcome, whoever ended first knows why; the others were told to.
-        outcome: dict[str, Any] = self._story.outcome or agents.last_word(self._ended_first or 0)
+        outcome: dict[str, Any] = self._story.outcome or agents.read_termination_message(self._ended_first or 0)
         result = outcome.get("result")
         code = int(outcome.get("exitCode") or 0)
         message = f": {outcome['message']}" if outcome.get("message") else ""

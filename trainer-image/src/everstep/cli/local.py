@@ -38,7 +38,8 @@ class LocalJob:
     environment: Mapping[str, str]
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
+        """Return the number of agents."""
         return int(self.config["numNodes"])
 
     def with_variables(self, variables: Mapping[str, str]) -> LocalJob:
@@ -58,7 +59,7 @@ class LocalAgents:
 
         Args:
             job: The job.
-            base: The folder of its files; see `hold_base`.
+            base: The folder of its files; see `lock_base_folder`.
             agent: The agent's zipapp.
             write: Takes the lines of output.
             lock: A descriptor that the agents keep open, until the last of them has ended.
@@ -66,14 +67,14 @@ class LocalAgents:
         self.base = base
         self._lock = () if lock is None else (lock,)
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        ports = find_free_ports(job.nodes)
+        ports = find_free_ports(job.num_nodes)
         self.addresses = {index: f"{LOOPBACK_ADDRESS}:{port}" for index, port in enumerate(ports)}
         self._write = write
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         base.mkdir(parents=True, exist_ok=True)
         _write_private_file(base / "token", self.token)
-        (base / "job.json").write_text(json.dumps({**job.config, "job": _identify_job(job.config["job"])}))
+        (base / "job.json").write_text(json.dumps({**job.config, "job": _add_job_uid(job.config["job"])}))
         for word in base.glob("node-*/termination-log"):
             word.unlink()  # of an earlier run, which would be taken for this one's
         try:
@@ -84,7 +85,7 @@ class LocalAgents:
             raise
 
     @property
-    def exits(self) -> list[int | None]:
+    def exit_codes(self) -> list[int | None]:
         """Return the agents' exit codes by node; None while one runs."""
         return [process.poll() for process in self._processes]
 
@@ -100,7 +101,7 @@ class LocalAgents:
             thread.join(2)
         return True
 
-    def last_word(self, index: int = 0) -> dict[str, Any]:
+    def read_termination_message(self, index: int = 0) -> dict[str, Any]:
         """Return the termination message of an agent, by default the leader's; empty if it did not come to that."""
         try:
             word: dict[str, Any] = json.loads((self.base / f"node-{index}" / "termination-log").read_bytes())
@@ -142,18 +143,19 @@ class LocalAgents:
         )
         for stream in (process.stdout, process.stderr):
             assert stream is not None
-            thread = threading.Thread(target=self._read, args=(f"node {index}", stream), daemon=True)
+            thread = threading.Thread(target=self._forward_output, args=(f"node {index}", stream), daemon=True)
             thread.start()
             self._threads.append(thread)
         return process
 
-    def _read(self, node: str, stream: IO[bytes]) -> None:
+    def _forward_output(self, node: str, stream: IO[bytes]) -> None:
+        """Give each line of a stream to `write`, until the stream ends."""
         for raw in stream:
             self._write(parse_line(raw.decode(errors="replace"), node, stamped=False))
 
 
 @contextlib.contextmanager
-def hold_base(base: Path) -> Iterator[int]:
+def lock_base_folder(base: Path) -> Iterator[int]:
     """Make the folder of a run, and hold it for this run alone: two would write each other's token, configuration and
     fencing token.
 
@@ -206,7 +208,7 @@ def find_free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-def _identify_job(job: Mapping[str, Any]) -> dict[str, Any]:
+def _add_job_uid(job: Mapping[str, Any]) -> dict[str, Any]:
     return {**job, "uid": job.get("uid") or str(uuid.uuid4())}
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -21,8 +21,6 @@ _SETTLE = 10.0  # seconds for which rank 0, which holds the store, stays for the
 _PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds
 
 _ABSENT = "left before {}, or did not come to it in time"
-
-_meetings: Counter[str] = Counter()  # of this process by their calls: all ranks count alike
 
 
 def find_absent_ranks(store: KVStore, place: str, seconds: float) -> list[int]:
@@ -43,19 +41,45 @@ def mark_arrival(store: KVStore, place: str, rank: int) -> None:
     store.count(place, 1)
 
 
+def open_meeting(
+    store: dist.Store, call: str, ranks: Sequence[int], timeout_seconds: float, errors: ErrorTypes | None = None
+) -> SharedKVStore:
+    """Return what ranks share at their next meeting in a call, to which all of them come equally often.
+
+    How often they have come is counted in the store of the process group, and ends with it: a process that has been in
+    another one before meets processes that are new.
+
+    Args:
+        store: Of the process group.
+        call: The call in which they meet.
+        ranks: Those that meet; this one is among them.
+        timeout_seconds: How long the store may take to answer.
+        errors: The errors that are raised.
+
+    Raises:
+        KVStoreLost: The store cannot be reached.
+    """
+    calls = SharedKVStore(store, f"everstep/{call}", len(ranks), timeout_seconds, errors)
+    number = calls.count(f"calls/{dist.get_rank()}", 1)
+    return SharedKVStore(store, f"everstep/{call}/{number}", len(ranks), timeout_seconds, errors)
+
+
 class RollCall:
     """One meeting of all processes before there is a group, by the store of the default process group.
 
     Args:
-        call: The call in which they meet. All processes come to one call equally often.
+        call: The call in which they meet. All processes of a process group come to one call equally often.
         timeout_seconds: How long the store may take to answer.
+
+    Raises:
+        KVStoreLost: The store cannot be reached.
     """
 
     def __init__(self, call: str, timeout_seconds: float) -> None:
         found = dist.distributed_c10d._get_default_store()
-        _meetings[call] += 1
-        name = f"everstep/{call}/{_meetings[call]}"
-        self._store = SharedKVStore(found, name, dist.get_world_size(), timeout_seconds) if found is not None else None
+        self._store = None
+        if found is not None:
+            self._store = open_meeting(found, call, range(dist.get_world_size()), timeout_seconds)
 
     def find_missing(self, moment: str, seconds: float) -> list[int]:
         """Say that this rank has come to a moment of the meeting, and wait for the others.
@@ -75,6 +99,16 @@ class RollCall:
         mark_arrival(self._store, moment, dist.get_rank())
         return find_absent_ranks(self._store, moment, seconds)
 
+    def find_lost(self) -> list[int]:
+        """Return the ranks that do not find out, within a few seconds, that one is lost, as this rank has."""
+        if self._store is None:
+            return []
+        try:
+            mark_arrival(self._store, "lost", dist.get_rank())
+            return _find_absent(self._store, "lost", dist.get_rank())
+        except KVStoreLost:
+            return [0]
+
 
 def open_group_of_all(call: str, timeout_seconds: float, errors: ErrorTypes) -> RankGroup:
     """Open the group of all ranks, once all have come to a call. Collective.
@@ -87,14 +121,55 @@ def open_group_of_all(call: str, timeout_seconds: float, errors: ErrorTypes) -> 
     Raises:
         RankLost: With the ranks that did not come in time.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        try:
-            absent = RollCall(call, timeout_seconds).find_missing("came", timeout_seconds)
-        except KVStoreLost as error:
-            raise errors.lost([0], f"cannot be reached in {call}") from error
-        if absent:
-            raise errors.lost(absent, _ABSENT.format(call))
+    _meet(call, timeout_seconds, errors)
     return RankGroup.open(timeout_seconds, errors)
+
+
+@contextlib.contextmanager
+def opening_group_of_all(call: str, timeout_seconds: float, errors: ErrorTypes) -> Iterator[RankGroup]:
+    """Open the group of all ranks for a block that opens more by it, and close it where that fails. Collective.
+
+    Args:
+        call: What the script calls, for the message.
+        timeout_seconds: How long a rank waits for the others, here and in each collective.
+        errors: See RankGroup.
+
+    Raises:
+        RankLost: With the ranks that did not come in time, or were lost in the block.
+    """
+    roll = _meet(call, timeout_seconds, errors)
+    group: RankGroup | None = None
+    try:
+        group = RankGroup.open(timeout_seconds, errors)
+        yield group
+    except BaseException as error:
+        if group is not None:
+            _release_frames(error)
+            group.close()  # the others wait for this rank in it no longer
+        if roll is not None and isinstance(error, RankLost) and not error.ranks and (lost := roll.find_lost()):
+            raise errors.lost(lost, _ABSENT.format(f"the end of {call}")) from error
+        raise
+
+
+def _release_frames(error: BaseException | None) -> None:
+    """Let go of what the calls of an error hold: a group whose calls hold it keeps its connections."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _meet(call: str, timeout_seconds: float, errors: ErrorTypes) -> RollCall | None:
+    """Meet all ranks in a call; None where there are no others."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    try:
+        roll = RollCall(call, timeout_seconds)
+        absent = roll.find_missing("came", timeout_seconds)
+    except KVStoreLost as error:
+        raise errors.lost([0], f"cannot be reached in {call}") from error
+    if absent:
+        raise errors.lost(absent, _ABSENT.format(call))
+    return roll
 
 
 class Arrivals:
@@ -126,7 +201,7 @@ class Arrivals:
         except RankLost as error:
             if error.ranks:
                 raise
-            if absent := self._find_absent(name):
+            if absent := _find_absent(self._store, name, self._group.rank):
                 raise self._group.errors.lost(absent, _ABSENT.format(call)) from error
             raise
 
@@ -141,17 +216,20 @@ class Arrivals:
                 raise self._group.errors.lost(error.ranks, _ABSENT.format(call)) from error
             raise
 
-    def _find_absent(self, name: str) -> list[int]:
-        try:
-            absent = find_absent_ranks(self._store, name, _GRACE)
-            self._settle(f"{name}/heard", self._store.ranks - len(absent))
-        except KVStoreLost:
-            return [0]
-        return absent
 
-    def _settle(self, heard: str, present: int) -> None:
-        """Let the others find out before rank 0 ends, and the store with it."""
-        self._store.count(heard, 1)
-        until = time.monotonic() + _SETTLE
-        while self._group.rank == 0 and self._store.count(heard) < present and time.monotonic() < until:
-            time.sleep(_PAUSE)
+def _find_absent(store: KVStore, place: str, rank: int) -> list[int]:
+    """Return the ranks that have not come to a place, nor do so soon, once the others know them too."""
+    try:
+        absent = find_absent_ranks(store, place, _GRACE)
+        _settle(store, f"{place}/heard", rank, store.ranks - len(absent))
+    except KVStoreLost:
+        return [0]
+    return absent
+
+
+def _settle(store: KVStore, heard: str, rank: int, present: int) -> None:
+    """Let the others find out before rank 0 ends, and the store with it."""
+    store.count(heard, 1)
+    until = time.monotonic() + _SETTLE
+    while rank == 0 and store.count(heard) < present and time.monotonic() < until:
+        time.sleep(_PAUSE)

@@ -24,7 +24,7 @@ _PIECE = 4 << 20  # bytes; a TCPStore hangs up on who brings it more than 8 MiB 
 _PACKED = b"z"  # no JSON begins like that
 # Seconds between two looks for a message. Not TCPStore.wait(): torch prints two lines each time that one times out.
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0001, 0.25, 1.3
-_PATIENCE = 300.0  # seconds
+STORE_PATIENCE = 300.0  # seconds
 _LOOKS_AT_ONCE = 8  # without a pause
 
 
@@ -101,7 +101,7 @@ class SharedKVStore:
         store: dist.Store,
         secret: str,
         ranks: int,
-        timeout_seconds: float = _PATIENCE,
+        timeout_seconds: float = STORE_PATIENCE,
         errors: ErrorTypes | None = None,
     ) -> None:
         self.ranks = ranks

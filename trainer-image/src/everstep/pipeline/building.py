@@ -17,7 +17,7 @@ from everstep.pipeline.frontend.fixed_modules import FixedModules
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes
 from everstep.pipeline.frontend.foreign_weights import mark_foreign
 from everstep.pipeline.frontend.materialise import Seeded, materialise_stages
-from everstep.pipeline.frontend.record import ForwardRecord
+from everstep.pipeline.frontend.record import ForwardRecord, iterate_parts
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
@@ -48,7 +48,9 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     terms.control.run_on_all_ranks(lambda: _fill_stages(terms, own, found))
     recut.carry_weights(own, terms.control)
     if isinstance(found, Traced):
-        terms.arguments.traced_with(terms.example)
+        given = found.record.given
+        changed = {given[each] for part in iterate_parts(found.record.root) for each in part.mutates if each in given}
+        terms.arguments.traced_with(terms.example, changed)
         found.record.constants[:] = [each.to(position.device) for each in found.record.constants]
     engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, terms.request.engine)
     recut.remember(own, engine)

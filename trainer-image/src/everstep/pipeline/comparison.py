@@ -18,6 +18,7 @@ from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.check import as_before, compare_gradients, find_mixing_nodes
+from everstep.pipeline.frontend.modes import DIFFERS
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced, attributes_kept
@@ -61,13 +62,31 @@ def compare_stages(
     flags = {each: each.training for each in modules}
     # Dropout draws in the order of the stages, in the engine by names: what is compared must draw nothing.
     quiet = not isinstance(found, Traced) or found.both
+    # What code does that no trace follows is not known.
+    has_hooks = (
+        isinstance(found, Tree)
+        or any(part.listens for part in parts)
+        or any(call.opaque for call in found.record.root.all_calls())
+    )
     try:
         for each in modules if quiet else ():
             each.training = False
         with casting_to(autocast, tensors[0].device.type):
-            compare_gradients(model, parts, batch, _project_output, tolerance=tolerance)
+            compare_gradients(model, parts, batch, _project_output, tolerance=tolerance, has_hooks=has_hooks)
     except torch.OutOfMemoryError:
-        _log.warning("the stages were not compared with the model: there is no room for both")
+        _log.warning("the stages were not compared with the model: there is not enough memory for both")
+    except PipelineError as error:
+        if isinstance(found, Tree):
+            raise PipelineError(
+                f"{error}; it is cut between its blocks ({', '.join(found.blocks[:4])}, …), each of which is called "
+                "with what the one before gave, and what else its forward does is left out: move that into the blocks"
+            ) from error
+        raise
+    except Exception as error:
+        if Arguments(model).fits_by_name(batch):
+            raise
+        # It is given what the first of the blocks takes, and may take something else.
+        _log.warning("the stages were not compared with the model: %s: %s", type(error).__name__, error)
     finally:
         for each, flag in flags.items():
             each.training = flag
@@ -89,17 +108,19 @@ def check_samples(
     found: Traced | Tree,
     inputs: Mapping[str, Any],
     targets: Any,
-    loss: Loss,
+    loss: Loss | None,
     weight: Loss | None,
     whole: frozenset[str],
 ) -> list[str]:
-    """Compare the loss of some samples with that of their halves, by the model as it evaluates.
+    """Compare the loss of some samples with that of their halves, by the model as it evaluates; and as it trains, but
+    for dropout and batch normalisation, where it does something else then.
 
     Args:
         model: With its weights; nothing is compared where it has none here.
+        found: The same, as it can be cut.
         inputs: The example by the names of arguments.
-        targets: The example's.
-        loss: As given to pipeline().
+        targets: The example's; None if they are not known.
+        loss: As given to pipeline(); None to look at what the model makes of each sample, where targets are not known.
         weight: The same.
         whole: Arguments without samples.
 
@@ -127,30 +148,44 @@ def check_samples(
         here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
         own = here.pop(_TARGETS)
         output = Arguments(model).call(model, here)
-        part = compute_loss(loss, output, own, number, weight)
+        part = _measure_rows(output, number) if loss is None else compute_loss(loss, output, own, number, weight)
         slope = _differentiate(part, learning if is_differentiated else [])
         idle.difference_update(name for name, each in zip(names, slope, strict=False) if each is not None)
         return map_tensors(output, torch.Tensor.detach), part, slope
 
+    apart: _Difference | None = None
     try:
-        with _evaluation_mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
-            apart = _find_difference(run, some, count, whole, _add)
+        for mode in (_evaluation_mode, _quiet_training) if _trains_otherwise(found) else (_evaluation_mode,):
+            with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
+                apart = apart or _find_difference(run, some, count, whole, _add)
     except PipelineError:
         raise
     except Exception as error:
-        _log.info("whether samples meet in the loss was not looked at: %s: %s", type(error).__name__, error)
+        _log.info("whether the loss takes samples together was not checked: %s: %s", type(error).__name__, error)
         return []
     if apart is None:
         return sorted(idle) if len(idle) < len(names) else []
-    where = _IN_LOSS
+    where = "they meet in the model" if loss is None else _IN_LOSS
     if not apart.alike:
         del some[_TARGETS]
         meeting: list[str] = []
         # Only for the names: a value whose samples are another dimension cannot be cut.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, PipelineError):  # as of a model that is cut for training only
             meeting = find_mixing_nodes(node_modules(found), some, model) if isinstance(found, Traced) else []
         where = f"they meet in the model ({', '.join(meeting[:4]) or 'where is not known'})"
-    raise apart.error(where)
+    raise apart.error(where, has_loss=loss is not None)
+
+
+def _measure_rows(output: Any, samples: int) -> LossPart:
+    """A number to which each sample contributes, whatever the others are: of what learns, squares, which do not cancel
+    each other out."""
+    total: Any = torch.zeros((), device="cpu")
+    for each in tensors_of(output):
+        if each.requires_grad and each.dim() and len(each) == samples and not each.is_complex():
+            rows = each.reshape(samples, -1).float() if each.dtype.itemsize < 4 else each.reshape(samples, -1)
+            weights = 1.5 + torch.cos(torch.arange(rows.shape[1], device=rows.device))
+            total = total.to(rows) + (rows.square() * weights).where(rows.detach().isfinite(), 0.0).sum()
+    return LossPart(total, samples, {})
 
 
 class FirstLook:
@@ -200,7 +235,7 @@ class FirstLook:
         except PipelineError:
             raise
         except Exception as error:
-            _log.info("whether samples meet in the loss was not looked at: %s: %s", type(error).__name__, error)
+            _log.info("whether the loss takes samples together was not checked: %s: %s", type(error).__name__, error)
             return
         if apart is not None:
             raise apart.error(_IN_LOSS)
@@ -218,14 +253,20 @@ class _Difference:
     gradients: float
     alike: bool
 
-    def error(self, where: str) -> PipelineError:
+    def error(self, where: str, *, has_loss: bool = True) -> PipelineError:
+        what = "the loss" if has_loss else "a sum of squares of what the model returns"
+        advice = (
+            "For a mean over tokens or weights, give (sum, count) or EngineOptions.loss_weight; where each sample is "
+            "compared with all others of a batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one "
+            "sample be all that are compared"
+            if has_loss
+            else "Take microbatches=1 and one replica, or give pipeline() the example's targets if the loss leaves out "
+            "what samples have to do with each other"
+        )
         return PipelineError(
-            f"the loss of {self.samples} samples is {self.at_once:.4g} at once and {self.together:.4g} in {self.parts} "
+            f"{what} of {self.samples} samples is {self.at_once:.4g} at once and {self.together:.4g} in {self.parts} "
             f"parts, and gradients differ by {self.gradients:.1%}, so micro-batches and replicas would train something "
-            f"else than the batch: {where}. For a mean over "
-            "tokens or weights, give (sum, count) or EngineOptions.loss_weight; where each sample is compared "
-            "with all others of a batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one sample be all "
-            "that are compared; PlanOptions(check=False) trains it as it is"
+            f"else than the batch: {where}. {advice}; PlanOptions(check=False) trains it as it is"
         )
 
 
@@ -332,6 +373,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors differ by rounding only, relative to the largest number."""
     if not (one.is_floating_point() or one.is_complex()):
         return bool(torch.equal(one, other))
+    one, other = one.detach(), other.detach()
     finite = one[one.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     tolerance = 1e-6 if one.dtype in (torch.float64, torch.complex128) else max(5e-3, 8 * torch.finfo(one.dtype).eps)
@@ -346,6 +388,28 @@ def _compute_mean_losses(at_once: LossPart, made: Sequence[LossPart]) -> tuple[f
         return 0.0, 0.0, 0.0
     one, two = parts[0][0] / parts[0][1], total / count
     return one, two, abs(one - two) / max([*(abs(sum_ / of) for sum_, of in parts if of), 1e-12])
+
+
+def _trains_otherwise(found: Traced | Tree) -> bool:
+    """Tell whether some code does more in training than what its modules do by their own flags, as far as is known."""
+    if isinstance(found, Tree) or not found.both:
+        return True
+    return any(call.whole == DIFFERS for call in found.record.root.all_calls())
+
+
+@contextlib.contextmanager
+def _quiet_training(model: nn.Module) -> Iterator[None]:
+    """Training as far as the model is in it, without dropout, and without statistics of a batch, which batch
+    normalisation takes of each micro-batch."""
+    flags = {each: each.training for each in model.modules()}
+    try:
+        for each in flags:
+            if isinstance(each, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
+                each.training = False
+        yield
+    finally:
+        for each, flag in flags.items():
+            each.training = flag
 
 
 @contextlib.contextmanager

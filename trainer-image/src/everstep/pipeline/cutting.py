@@ -9,6 +9,7 @@ from typing import Any
 from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.first_call import call_once
 from everstep.pipeline.frontend.foreign_weights import TrainedElsewhere, make_foreign_error
 from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
@@ -92,6 +93,8 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
     request = terms.request
+    if request.plan.check:
+        call_once(request.model, terms.example, request.engine.whole, terms.autocast)
     found = look_into(request.model, terms.example, request.plan.blocks, request.engine.whole, autocast=terms.autocast)
     if isinstance(found, Traced):
         refuse_half_regions(found.record, request.engine.precision)
@@ -191,8 +194,7 @@ def _check_cut(
     )
     if times == 1:
         return loss, ()
-    if request.targets is None:
-        return FirstLook(loss, weight, times), ()
-    return loss, first(
-        lambda: check_samples(request.model, found, terms.example, request.targets, request.loss, weight, whole)
-    )
+    # Where targets are not known, the loss is looked at in the first step, and here what it is of.
+    known = None if request.targets is None else request.loss
+    idle = first(lambda: check_samples(request.model, found, terms.example, request.targets, known, weight, whole))
+    return (FirstLook(loss, weight, times), ()) if known is None else (loss, idle)

@@ -168,14 +168,14 @@ def find_place(
     if data_parallel is None:
         data_parallel = world // stages if stages is not None and stages < world else 1
     if data_parallel < 1 or world % data_parallel:
-        raise PipelineError(f"{world} processes cannot be divided into {data_parallel} replicas")
+        raise PipelineError(f"data_parallel: {world} processes cannot be divided into {data_parallel} replicas")
     where = make_grid(world, world // data_parallel, placement)
     if device is None:
         devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]
         device = devices[0] if devices else "cpu"
         if torch.device(device).type == "cpu" and torch.cuda.is_available():
             _log.warning(
-                "the pipeline runs on the processor, as the example is there: give LayoutOptions(device=…) for the GPU"
+                "the pipeline runs on the CPU, since the example is there: give LayoutOptions(device=…) for the GPU"
             )
     return ProcessPosition(where, control, with_index(device))
 

@@ -33,8 +33,8 @@ _log = logging.getLogger("everstep.pipeline")
 
 _SAMPLES = 8  # of the example
 _WHY = (
-    "the loss runs on the last stage, where what other stages have left is missing, or is that of another batch: let "
-    "forward return it beside its result, as {'logits': …, 'aux': …}, and let the loss take it from there"
+    "the loss runs on the last stage, where values that other stages store are missing, or are those of another batch: "
+    "let forward return it beside its result, as {'logits': …, 'aux': …}, and let the loss take it from there"
 )
 
 
@@ -138,12 +138,12 @@ def check_left_behind(
     except PipelineError:
         raise
     except Exception as error:
-        _log.info("whether the loss reads what forward leaves was not looked at: %s: %s", type(error).__name__, error)
+        _log.info("whether the loss reads what forward stores was not checked: %s: %s", type(error).__name__, error)
         return LossUses()
     if one == again != other:  # one that draws otherwise each time, or counts its calls, says nothing
         raise PipelineError(
             f"the loss of one output is {one:.6g} after the forward that gave it, and {other:.6g} after the forward of "
-            "another batch: it reads something that forward leaves behind, as in an attribute, a list or a dictionary "
+            "another batch: it reads something that forward stores, as in an attribute, a list or a dictionary "
             f"that hooks fill; {_WHY}"
         )
     return LossUses(tuple(reads.found.values()), None if reads.draws else (one, again))
@@ -232,13 +232,13 @@ def check_second_forward(model: nn.Module, inputs: Mapping[str, Any], whole: Col
             one, other = run(), run()
             third = run()
     except Exception as error:
-        _log.info("whether forward keeps something was not looked at: %s: %s", type(error).__name__, error)
+        _log.info("whether forward keeps state was not checked: %s: %s", type(error).__name__, error)
         return ""
     # The first may be another one where a table is made by the first call.
     if _differ(one, other) and _differ(other, third):
         raise PipelineError(
-            "the model gives something else when it is called again with the same arguments: forward goes on from what "
-            "it has kept in an attribute, a list or a variable, as a state that is handed from batch to batch; a "
+            "the model gives something else when it is called again with the same arguments: forward continues from "
+            "state that it keeps in an attribute, a list or a variable, and hands from batch to batch; a "
             f"pipeline calls it for each micro-batch, {times} times a batch over all replicas, and one process once: "
             "give such a state as an argument and return the next, or take microbatches=1 and one replica; "
             "PlanOptions(check=False) trains it as it is"

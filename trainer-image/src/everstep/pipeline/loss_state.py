@@ -91,7 +91,7 @@ def call_twice(loss: Loss, output: Any, targets: Any, weight: Loss | None) -> tu
     except PipelineError:
         raise
     except Exception as error:
-        _log.info("whether the loss keeps something was not looked at: %s: %s", type(error).__name__, error)
+        _log.info("whether the loss keeps state was not checked: %s: %s", type(error).__name__, error)
         return None
     return None if reads.draws else (values[0], values[1])
 
@@ -115,9 +115,9 @@ def refuse_state(one: float, other: float, times: int) -> None:
     if has_changed(one, other):
         raise PipelineError(
             f"the loss gives {one:.6g}, and {other:.6g} when it is called again with the same output and targets: it "
-            "goes on from what it has kept, as a running mean or a count of its calls; a pipeline calls it for each "
-            f"micro-batch, {times} times a batch over all replicas, and one process once. Change such a state in the "
-            "script, after each step, from the metrics that a loss gives as (sum, count, {'name': sum}); or take "
+            "continues from state that it keeps, as a running mean or a count of its calls; a pipeline calls it for "
+            f"each micro-batch, {times} times a batch over all replicas, and one process once. Change such state in "
+            "the script, after each step, from the metrics that a loss gives as (sum, count, {'name': sum}); or take "
             "microbatches=1 and one replica. PlanOptions(check=False) trains it as it is"
         )
 

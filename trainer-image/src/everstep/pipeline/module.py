@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from everstep.pipeline.engine.engine import Engine, StepResult
-from everstep.pipeline.engine.nested import map_tensors
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.errors import Everywhere, PipelineError
-from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.arguments import Arguments, refuse_uncut_targets
 from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.autocast import refuse_other_autocast
 from everstep.pipeline.frontend.fixed_modules import FixedModules
@@ -196,8 +196,8 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         raise PipelineError(
-            "a pipeline stays where and as it was made: give LayoutOptions(device=…) to pipeline(), cast the model "
-            "before"
+            "a pipeline cannot be moved or cast: give LayoutOptions(device=…) to pipeline(), and cast the model "
+            "before the call"
         )
 
     def _read(self, batch: Any, targets: Any) -> tuple[Any, Any]:
@@ -219,6 +219,14 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             return tensor.to(device, non_blocking=True)
 
         named: Any = None
+        if self.reads.targets:
+            try:
+                if self.plan.microbatches > 1:
+                    sizes = (len(each) for each in tensors_of([targets, batch]) if each.dim())
+                    refuse_uncut_targets(targets, next(sizes, None))
+                self._arguments.refuse_changed_targets(batch, targets)
+            except PipelineError as error:
+                return error, None
         if self.reads.inputs and batch is not None:
             try:
                 whole = self._arguments.name(batch)

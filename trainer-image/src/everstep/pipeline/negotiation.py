@@ -15,7 +15,7 @@ from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.wide import more_words
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.arguments import Arguments, refuse_uncut_targets
 from everstep.pipeline.frontend.autocast import autocast_of
 from everstep.pipeline.half import refuse_half_parameters
 from everstep.pipeline.job import read_job
@@ -143,6 +143,8 @@ def _find_terms(control: Control, request: PipelineRequest) -> PipelineTerms:
     example = arguments.name(request.example)
     position = find_place(control, example, layout.device, request.stages, layout.data_parallel, layout.placement)
     samples, replicas = batch_size(example, engine.whole), position.grid.replicas
+    if request.microbatches != 1:
+        refuse_uncut_targets(request.targets, samples)
     wish = Wish(
         ranks=position.grid.ranks,
         stages=request.stages,

@@ -217,9 +217,9 @@ def with_full_backwards(made: Plan, parts: Sequence[Part]) -> Plan:
         return made
     if "\n" in made.schedule:
         stage = min(asked & whole.keys())
-        raise PipelineError(f"the schedule splits the backward of stage {stage}, which cannot be: {whole[stage]}")
+        raise PipelineError(f"the schedule splits the backward of stage {stage}, which cannot be split: {whole[stage]}")
     for stage in sorted(asked & whole.keys()):
-        _log.info("stage %d does its backward at once: %s", stage, whole[stage])
+        _log.info("stage %d has full backward: %s", stage, whole[stage])
     made = replace(made, split=tuple(sorted(set(range(len(parts))) - whole.keys())))
     return replace(made, prediction=made.predict())
 
@@ -297,7 +297,8 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
     stages, batch = max(stage_of.values()) + 1, wish.batch or profile.samples
     if stages % wish.ranks or wish.stages not in (None, stages):
         raise PipelineError(
-            f"the model is placed on {stages} stages: {wish.stages or f'a multiple of {wish.ranks}'} must be"
+            f"the model is placed in {stages} stages, and {wish.stages or f'a multiple of {wish.ranks}'} are needed: "
+            "change stage_of, or stages"
         )
 
     profile = fit_devices(profile, wish)

@@ -22,6 +22,12 @@ _clip_with_norm = clip_grad._clip_grads_with_norm_
 _unscale = torch.amp.GradScaler._unscale_grads_
 _handles: list[Any] = []
 _TOGETHER = (torch.optim.LBFGS,)
+# Of optimizers of other libraries: what is in their groups of parameters, or in those that they hand on.
+_SIGNS = (
+    ({"d", "d0"}, "estimates its step from all parameters together, as Prodigy and D-Adaptation do"),
+    ({"rho", "adaptive"}, "goes along the gradient of all parameters together, as SAM does"),
+    ({"max_grad_norm"}, "clips by the norm of all gradients together, as LAMB of some libraries does"),
+)
 
 
 def refuse_whole_model_calls(engine: Engine) -> None:
@@ -46,8 +52,8 @@ def allow_whole_model_calls(engine: Engine) -> None:
 def _clip_unless_in_parts(parameters: Any, *args: Any, **kwargs: Any) -> Any:
     if _are_in_parts([parameters] if isinstance(parameters, torch.Tensor) else parameters):
         raise PipelineError(
-            "torch.nn.utils.clip_grad_norm_ was called with parameters of a pipeline, of which this process has its "
-            "part only, and would clip it by another norm than the others theirs: call run.clip_grad_norm_(max_norm) "
+            "torch.nn.utils.clip_grad_norm_ was called with parameters of a pipeline, of which this process has only "
+            "its part, so that each process would clip by another norm: call run.clip_grad_norm_(max_norm) "
             "on all processes, or give EngineOptions(clip=max_norm)"
         )
     return _clip_with_norm(parameters, *args, **kwargs)
@@ -65,12 +71,23 @@ def _unscale_unless_in_parts(scaler: Any, optimizer: Any, *args: Any, **kwargs: 
 
 
 def _look_at_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, _TOGETHER) and _are_in_parts(_list_parameters(optimizer)):
+    why = _explain_togetherness(optimizer)
+    if why and _are_in_parts(_list_parameters(optimizer)):
         raise PipelineError(
-            f"{type(optimizer).__name__} computes over all parameters together, and this process of a pipeline has "
-            "its part of them only, so that each would go another way: take an optimizer that treats each parameter "
-            "by itself, as SGD or AdamW"
+            f"{type(optimizer).__name__} {why}, and this process of a pipeline has only its part of them, so that the "
+            "processes would diverge: use an optimizer that treats each parameter by itself, as SGD or AdamW, and clip "
+            "with EngineOptions.clip or run.clip_grad_norm_"
         )
+
+
+def _explain_togetherness(optimizer: Any) -> str:
+    """Return why an optimizer would do something else with a part of the parameters; empty if nothing shows that."""
+    if isinstance(optimizer, _TOGETHER):
+        return "computes over all parameters together"
+    for keys, why in _SIGNS:
+        if any(keys <= group.keys() and group[min(keys - {"adaptive"})] for group in optimizer.param_groups):
+            return why
+    return ""
 
 
 def _list_parameters(optimizer: Any) -> Iterable[Any]:

@@ -29,7 +29,7 @@ class AgentRequest:
         body: JSON, or nothing.
         headers: Whole header lines.
         timeout_seconds: Seconds until the answer must be complete.
-        max_answer_bytes: What a longer answer's sender cannot make us store.
+        max_answer_bytes: The longest answer that is read; a longer one is rejected.
     """
 
     method: str
@@ -41,6 +41,7 @@ class AgentRequest:
 
     @classmethod
     def post(cls, target: str, data: Any, *headers: str) -> AgentRequest:
+        """Make a POST request with `data` as JSON."""
         return cls("POST", target, encode_message(data), headers)
 
 
@@ -66,11 +67,20 @@ class AgentAnswer:
     client: str
 
     def field(self, name: str) -> Any:
+        """Return a field of the JSON object in the body; None if there is none."""
         return _read_json_field(self.body, name)
 
 
 async def connect_to_agent(address: str) -> Streams:
-    """`address` is "ip:port" or "name:port". Raises OSError or asyncio.TimeoutError."""
+    """Open a connection to an agent.
+
+    Args:
+        address: "ip:port" or "name:port".
+
+    Raises:
+        OSError: It cannot be reached.
+        asyncio.TimeoutError: It did not answer in time.
+    """
     return await asyncio.wait_for(_open_connection(address), REQUEST_TIMEOUT_SECONDS)
 
 

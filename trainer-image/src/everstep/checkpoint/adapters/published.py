@@ -15,7 +15,7 @@ from pathlib import Path
 
 from everstep.checkpoint.adapters.background import BackgroundPublisher, HeldFolder, clear_leftovers
 from everstep.checkpoint.catalog.candidates import list_candidates, read_index, read_manifest
-from everstep.checkpoint.catalog.needs import read_needs
+from everstep.checkpoint.catalog.needed_checkpoints import read_needs
 from everstep.checkpoint.catalog.selection import NoSuchStep
 from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, verify_and_mark
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, WriterConflict, is_damage

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from everstep.checkpoint.catalog.candidates import OnBytes, check_present, is_committed, verify_checkpoint, verify_node
 from everstep.checkpoint.catalog.manifests import parse_index, read_index
-from everstep.checkpoint.catalog.needs import read_needs
+from everstep.checkpoint.catalog.needed_checkpoints import read_needs
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, UnknownFormat, is_damage
 from everstep.checkpoint.format.checksum import DEFAULT, compute_checksum
 from everstep.checkpoint.format.index import CheckpointIndex, NodeShare

@@ -7,7 +7,6 @@ the store of the process group, without a collective: no group is opened, and wh
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,14 +23,13 @@ from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, StateValue
+from everstep.coordination.arrivals import open_meeting
 from everstep.coordination.consensus import PATIENCE, Consensus
-from everstep.coordination.kv_store import KVStore, LocalKVStore, SharedKVStore
+from everstep.coordination.kv_store import STORE_PATIENCE, KVStore, LocalKVStore
 
 T = TypeVar("T")
 
 PATIENCE_SECONDS = PATIENCE  # without a sign of life of a rank
-
-_loads: Counter[tuple[int, ...]] = Counter()  # how often ranks have loaded together: all of them count alike
 
 
 def find_ranks(objects: Mapping[str, object]) -> tuple[int, ...]:
@@ -63,11 +61,9 @@ class LoadingRanks:
         self._rank = dist.get_rank() if ranks else 0
         kv_store: KVStore = LocalKVStore()
         if ranks:
-            _loads[self._ranks] += 1
             digest = hashlib.sha256(str(self._ranks).encode()).hexdigest()[:16]
             store = dist.distributed_c10d._get_default_store()
-            name = f"everstep.load_into/{digest}/{_loads[self._ranks]}"
-            kv_store = SharedKVStore(store, name, len(self._ranks), errors=ERRORS)
+            kv_store = open_meeting(store, f"load_into()/{digest}", self._ranks, STORE_PATIENCE, ERRORS)
         number = self._ranks.index(self._rank)
         self._consensus = Consensus(
             kv_store, number, len(self._ranks), PATIENCE_SECONDS, self._ranks, purpose="during the restore"

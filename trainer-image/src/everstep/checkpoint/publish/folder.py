@@ -24,7 +24,7 @@ from everstep.checkpoint.catalog.candidates import (
     read_manifest,
 )
 from everstep.checkpoint.catalog.leases import ReadLease, hold_read_lease
-from everstep.checkpoint.catalog.needs import FOLDER, NEEDS
+from everstep.checkpoint.catalog.needed_checkpoints import FOLDER, NEEDS
 from everstep.checkpoint.catalog.selection import is_meant, select_keys
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, is_damage
 from everstep.checkpoint.format.manifest import CHUNK, Chunk, Key, Manifest, StoredTensor

@@ -47,6 +47,42 @@ def find_topology(group: RankGroup) -> Topology:
     return Topology(group.rank, group.size, order.index(name), len(order), ranks)
 
 
+def check_shares_memory(topology: Topology, directory: Path, group: RankGroup) -> None:
+    """See that the ranks of each node keep their slots in one place: they fill a slot together. Collective.
+
+    Args:
+        topology: What find_topology() gave.
+        directory: Where the slots of this rank's node are, there or not.
+        group: See find_topology().
+
+    Raises:
+        CheckpointError: On all ranks: two ranks of a node do not, so that no save would ever be whole.
+    """
+    every = group.gather((topology.node, _identify_folder(directory), f"{directory} on {socket.gethostname()}"))
+    first: dict[int, int] = {}
+    for rank, (node, place, words) in enumerate(every):
+        other = first.setdefault(node, rank)
+        if every[other][1] != place:
+            raise CheckpointError(
+                f"ranks {other} and {rank} are of one node, and their memory for checkpoints is not the same: "
+                f"{every[other][2]}, and {words}. Give all ranks of a node the same MemoryOptions(directory=…) or "
+                "EVERSTEP_CHECKPOINT_MEMORY. Ranks on different machines, or in containers that share no memory, need "
+                "a GROUP_RANK or NODE_RANK of their own, or none"
+            )
+
+
+def _identify_folder(folder: Path) -> tuple[str, int, str]:
+    """Return the machine since its boot, the file system and the path of a folder: not its inode, since another rank
+    may make it, or the writer of a run that is over remove it, at this moment."""
+    real = Path(os.path.realpath(folder))
+    device = 0
+    for nearest in real.parents:
+        with contextlib.suppress(OSError):
+            device = nearest.stat().st_dev
+            break
+    return _identify_boot(), device, str(real)
+
+
 def find_place(topology: Topology, memory: Path, group: RankGroup) -> int:
     """Return the number of this node among those that share one memory with it: 0 where it has a memory of its own.
 
@@ -67,10 +103,14 @@ def find_place(topology: Topology, memory: Path, group: RankGroup) -> int:
 
 def _identify_machine(memory: Path) -> tuple[str, int, int, str]:
     """Return the machine since its boot, and the folder (or, until it is made, the nearest one above it)."""
+    for folder in (memory, *memory.absolute().parents):
+        with contextlib.suppress(OSError):
+            found = folder.stat()
+            return _identify_boot(), found.st_dev, found.st_ino, os.path.relpath(memory, folder)
+    return _identify_boot(), 0, 0, str(memory)
+
+
+def _identify_boot() -> str:
     with contextlib.suppress(OSError):
-        boot = _BOOT.read_text().strip()
-        for folder in (memory, *memory.absolute().parents):
-            with contextlib.suppress(OSError):
-                found = folder.stat()
-                return boot, found.st_dev, found.st_ino, os.path.relpath(memory, folder)
-    return socket.gethostname(), 0, 0, str(memory)
+        return _BOOT.read_text().strip()
+    return socket.gethostname()

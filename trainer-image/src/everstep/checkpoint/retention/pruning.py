@@ -14,7 +14,7 @@ from everstep.checkpoint.catalog import leases
 from everstep.checkpoint.catalog.best import KeepBest
 from everstep.checkpoint.catalog.candidates import OnBytes, list_candidates
 from everstep.checkpoint.catalog.leases import ReadLease
-from everstep.checkpoint.catalog.needs import find_needed
+from everstep.checkpoint.catalog.needed_checkpoints import find_needed_checkpoints
 from everstep.checkpoint.catalog.verification import VerifiedCheckpoints
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.keys import Key
@@ -110,7 +110,7 @@ def prune_by_hand(
         leased = {key for key, until in leases.list_leases(found.store).values() if until > now}
         best = set() if keep_best is None else keep_best.select(found, keys)
         stay = set(keys) - set(retention.plan_retention(keys, leased | best, verified, keep_last, keep_every))
-        needed = best | find_needed(stay, found.needs)
+        needed = best | find_needed_checkpoints(stay, found.needs)
         if dry_run:
             leased |= needed
             planned = retention.plan_known(found.store, keys, leased, verified, keep_last, keep_every)

@@ -11,7 +11,7 @@ from everstep.checkpoint.catalog.best import KeepBest
 from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.catalog.leases import find_time, list_leases
 from everstep.checkpoint.catalog.manifests import read_index
-from everstep.checkpoint.catalog.needs import find_needed
+from everstep.checkpoint.catalog.needed_checkpoints import find_needed_checkpoints
 from everstep.checkpoint.catalog.verification import OnBytes, VerifiedCheckpoints, list_marks
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.format.keys import DATA, LEASES, Key
@@ -168,7 +168,8 @@ def prune_verified(
     if not plan_retention(keys, best, keys, keep_last, keep_every):
         return Pruned()
     verified = find_kept(found, keys, keep_last=keep_last, keep_every=keep_every, on_bytes=on_bytes)
-    needed = find_needed(set(keys) - set(plan_retention(keys, best, verified, keep_last, keep_every)), found.needs)
+    stay = set(keys) - set(plan_retention(keys, best, verified, keep_last, keep_every))
+    needed = find_needed_checkpoints(stay, found.needs)
     return prune_store(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best | needed)
 
 

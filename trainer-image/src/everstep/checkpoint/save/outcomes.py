@@ -22,9 +22,6 @@ from everstep.coordination.message_series import MessageSeries
 _log = logging.getLogger("everstep.checkpoint")
 
 
-_NEVER = 0  # as the number of a connection
-
-
 class SaveFailed(CheckpointError):
     """The last save is not in the store; earlier ones are as they were."""
 
@@ -66,7 +63,6 @@ class SaveOutcomes:
         self._events = events
         self._metrics = metrics
         self._drop = drop
-        self._asked = node.connections  # of the connections, the one by which the writer was last asked for ends
         self._retrying: set[int] = set()  # rank 0: that wait until the store is back; nobody waits for them
 
     @property
@@ -97,15 +93,13 @@ class SaveOutcomes:
         except Exception:
             raise
         except BaseException:  # of a signal's handler: what was read by then is lost, and the writer is asked for it
-            self._asked = _NEVER
+            self._node.ask_again()
             raise
 
     def _hear_writer(self, timeout_seconds: float) -> None:
         try:
             reports = self._node.reports(timeout_seconds)
-            if self._asked != self._node.connections and self.pending:  # what ended in between, we were not told
-                reports += self._node.call("ended", keys=[str(key) for key in self.pending.values()])
-                self._asked = self._node.connections
+            reports += self._node.ask_for_ends(self.pending.values())
         except WriterLost as error:
             self.alarm(f"{error}; a new one will look at what it left")
             return
@@ -195,6 +189,7 @@ class SaveOutcomes:
         if self._leads:
             self._results.leave(number, result)  # first: a signal's handler may interrupt us, and others wait for it
         del self.pending[number]
+        self._node.forget(key)
         is_newest, self._newest_ended = number > self._newest_ended, max(number, self._newest_ended)
         self._retrying.discard(number)
         self._results.mark_read(min(self.pending, default=self.number + 1) - 1)

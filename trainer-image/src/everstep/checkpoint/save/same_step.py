@@ -16,7 +16,7 @@ class StepsDiffer(CheckpointError):
 
 
 def check_same_step(step: int, group: RankGroup) -> None:
-    """See that all ranks save the same step. Collective.
+    """Check that all ranks save the same step. Collective.
 
     Args:
         step: The one that this rank saves.

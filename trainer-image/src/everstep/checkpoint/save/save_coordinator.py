@@ -12,6 +12,7 @@ from typing import Any, Literal
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.save.forecast import Forecast
 from everstep.checkpoint.save.outcomes import SaveFailed, SaveOutcomes
 from everstep.checkpoint.save.outside_requests import SaveRequest, hold_training
 from everstep.checkpoint.save.same_step import StepsDiffer
@@ -31,18 +32,6 @@ _POLL = 1.0  # seconds
 _POLL_COPY = 0.005  # seconds, while a GPU copies what others wait for
 _TELL = 30.0  # seconds that rank 0 may take before that is told, and told again
 _MARGIN = 1.2  # a store is not always as fast as it was
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The forecast of a save.
-
-    `saves`: whether a save was begun. `seconds` until it is (or would be) in the store, None when nothing was measured
-    yet.
-    """
-
-    saves: bool
-    seconds: float | None
 
 
 @dataclass
@@ -217,8 +206,10 @@ class SaveCoordinator:
         save, deadline, hold = False, None, 0.0
         due = self.trigger.due(step, now)
         self._drop_what_is_too_late()
-        if (due or self._asked or self._replan) and self._may_begin(step, due):
-            save = True
+        if self._is_wanted(due) and self._may_begin(step, due):
+            self._drop_what_is_too_late()  # an earlier save may have been waited for
+            save = self._is_wanted(due)
+        if save:
             if self._asked is not None:
                 deadline, until = self._asked.until, self._asked.hold_until
                 hold = 0.0 if until is None else max(0.0, until - time.monotonic())
@@ -239,14 +230,20 @@ class SaveCoordinator:
             self._replan = False
         return decision
 
+    def _is_wanted(self, due: bool) -> bool:
+        return due or self._asked is not None or self._replan
+
     def _may_begin(self, step: int, due: bool) -> bool:
         if not self._is_new(step):
             return False
         if not self._outcomes.in_the_way or (self.policy == "queue" and len(self._outcomes.in_the_way) < 2):
             return True
         if self.policy != "skip":
-            self._finish_pending(at_most=0 if self.policy == "wait" else 1)
-            return len(self._outcomes.in_the_way) <= (0 if self.policy == "wait" else 1)
+            # For what was asked for alone training waits as long as that is of use.
+            until = None if due or self._replan or self._asked is None else self._asked.until
+            at_most = 0 if self.policy == "wait" else 1
+            self._finish_pending(None if until is None else until - time.monotonic(), at_most)
+            return len(self._outcomes.in_the_way) <= at_most
         if due:
             self.metrics.skipped += 1
             self.trigger.start(step, time.monotonic())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ _log = logging.getLogger("everstep.checkpoint")
 ALLOCATION_TIMEOUT = 600.0  # seconds; memory that was never touched comes at some hundred MB each second
 COPY_TIMEOUT = 300.0  # seconds for a copy that was begun: far more than any takes that ends
 _AGAIN = 10.0  # seconds between two tries to find a lost writer
+_NEVER = 0  # as the number of a connection
 _SEEN = 1.0  # seconds that a writer may take to see that a rank is gone
 
 
@@ -53,6 +54,7 @@ class WriterConnection:
         self._link: WriterLink | None = control.join_writer(directory, config, local, linger)
         self._tried = time.monotonic()
         self.connections = 1  # so many times it was made
+        self._begun: dict[Key, int] = {}  # by which of them each save was begun, or was asked for last
 
     @property
     def port(self) -> int | None:
@@ -92,6 +94,33 @@ class WriterConnection:
         except WriterLost:
             self.close()
             raise
+
+    def tell_begin(self, key: Key) -> int:
+        """Tell the writer that this rank begins a save; the number is for answer(), which says in which slot."""
+        number = self.tell("begin", key=str(key))
+        self._begun[key] = self.connections
+        return number
+
+    def ask_for_ends(self, keys: Iterable[Key]) -> list[dict[str, Any]]:
+        """Return how saves have ended that this rank began before its connection was made anew: reports were lost then.
+
+        A save that this rank has not begun is not asked for. No writer need know of it, and the new one would say that
+        it was lost with the one before.
+        """
+        lost = [key for key in keys if self._begun.get(key, self.connections) != self.connections]
+        if not lost:
+            return []
+        found: list[dict[str, Any]] = self.call("ended", keys=[str(key) for key in lost])
+        self._begun.update(dict.fromkeys(lost, self.connections))
+        return found
+
+    def ask_again(self) -> None:
+        """Let the next ask_for_ends() ask for all that was begun, as when a report was received and not read."""
+        self._begun = dict.fromkeys(self._begun, _NEVER)
+
+    def forget(self, key: Key) -> None:
+        """Forget a save, whose end is known."""
+        self._begun.pop(key, None)
 
     def tell_if_connected(self, verb: str) -> None:
         """Tell the writer, unless it was lost; wait for nothing, and start no other one."""
@@ -241,7 +270,7 @@ class Saver:
         if not (self._snapshots.are_current and self._slots.has_layout(self._layout)):
             _log.warning("the slots in %s were removed by another process: they are made anew", self._slots.directory)
             return False
-        begun = self._node.tell("begin", key=str(key))  # the writer looks for a slot while we look at our state
+        begun = self._node.tell_begin(key)  # the writer looks for a slot while we look at our state
         flat = self._flat(key.step).fitted(self._plan.signature, self._bulk, planning.compute_signature)
         self._begun = (self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)], flat)
         return planning.compute_signature(flat.tensors, flat.elsewhere) == self._plan.signature
@@ -255,7 +284,7 @@ class Saver:
         """
         if replan or self._plan is None:
             flat = self._make_plan(lambda: self._flat_after_copy(key.step), step=key.step)
-            slot = self._slots[self._node.call("begin", ALLOCATION_TIMEOUT, key=str(key))]
+            slot = self._slots[self._node.answer(self._node.tell_begin(key), ALLOCATION_TIMEOUT)]
         else:
             assert self._begun is not None
             slot, flat = self._begun

@@ -17,12 +17,13 @@ from everstep.checkpoint.format.user_metadata import pack_metadata
 from everstep.checkpoint.peers.discovery import serve_reads
 from everstep.checkpoint.publish import attempts, fence
 from everstep.checkpoint.ranks import topology
-from everstep.checkpoint.ranks.host_group import open_host_group
+from everstep.checkpoint.ranks.host_group import opening_host_group
 from everstep.checkpoint.restore.options import RestoreOptions
 from everstep.checkpoint.restore.restorer import Restored, Restorer
+from everstep.checkpoint.save.forecast import Forecast
 from everstep.checkpoint.save.outcomes import SaveFailed
 from everstep.checkpoint.save.outside_requests import SaveRequest
-from everstep.checkpoint.save.save_coordinator import Forecast, Policy, SaveCoordinator
+from everstep.checkpoint.save.save_coordinator import Policy, SaveCoordinator
 from everstep.checkpoint.save.saver import How, Saver, WriterConnection, check_start, check_values
 from everstep.checkpoint.save.session_end import tell_unmet_request
 from everstep.checkpoint.save.step_agreement import Agreement
@@ -37,7 +38,7 @@ from everstep.checkpoint.session.options import (
     TimeOptions,
 )
 from everstep.checkpoint.session.places import open_places
-from everstep.checkpoint.session.process_sessions import replace_earlier_session
+from everstep.checkpoint.session.process_sessions import is_only_session, replace_earlier_session
 from everstep.checkpoint.session.request_file import RequestFile
 from everstep.checkpoint.session.source_ranks import check_source_ranks
 from everstep.checkpoint.state.casting import Cast, Casts
@@ -102,14 +103,15 @@ class Checkpointer:
         self._trigger = Trigger.parse(asked.every, asked.every_steps, asked.times.time_between_failures)
         self._metrics = Metrics()
         self._how = How(asked.storage.checksum, asked.storage.allow_pickle)
-        self._group = open_host_group(asked.times.timeout, "everstep.checkpointer()")
-        self._topology = topology.find_topology(self._group)
+        self._given = Attempt(*asked.attempt) if asked.attempt is not None else fence.get_given_attempt()
+        with opening_host_group(asked.times.timeout, "everstep.checkpointer()") as self._group:
+            self._topology = topology.find_topology(self._group)
+            self.store, self._directory = open_places(asked, self._topology, self._group)
+            self._kv_store: KVStore = SharedKVStore.open(self._group, asked.times.timeout)
         self._events = Events(reports=self._topology.rank == 0, trains=False)
-        self.store, self._directory = open_places(asked, self._topology, self._group)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
         self.attempt: Attempt | None = None
-        self._given = Attempt(*asked.attempt) if asked.attempt is not None else fence.get_given_attempt()
         self._keeps_copies = self._topology.nodes > 1 and asked.memory.peers != 0
         self._coordinator: SaveCoordinator | None = None
         self._node: WriterConnection | None = None
@@ -123,7 +125,6 @@ class Checkpointer:
         self._request_file = RequestFile.from_environment()
         self._wish: SaveRequest | None = None  # a save that is asked for before there is a coordinator
         rank, timeout = self._topology.rank, asked.times.timeout
-        self._kv_store: KVStore = SharedKVStore.open(self._group, timeout)
         self._agreement = Agreement(self._kv_store, rank, timeout)
         self._arrivals = Arrivals(self._kv_store, self._group)
         self._consensus = Consensus(self._kv_store, rank, self._topology.world, timeout, purpose="during the restore")
@@ -251,7 +252,8 @@ class Checkpointer:
         coordinator = self._claimed()
         # One rank asks for all, and rank 0 hears it soonest: each that asked would be one more save.
         if self._topology.rank == 0 and (asked := self._request_file.take()) is not None:
-            coordinator.ask(SaveRequest.make(asked.seconds, holds=True))
+            # Another session of this process has its save still to begin.
+            coordinator.ask(SaveRequest.make(asked.seconds, holds=is_only_session(self)))
         coordinator.step(step)
 
     @one_at_a_time

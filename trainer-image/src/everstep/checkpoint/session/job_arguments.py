@@ -17,8 +17,8 @@ VARIABLE = "EVERSTEP_CHECKPOINT"
 DEFAULT_FOLDER = "checkpoints"
 DEFAULT_KEEP_LAST = 3
 _INTERVAL = frozenset({"every", "every_steps"})
-_NAMES = frozenset({"store", "keep_last"}) | _INTERVAL
-_SAID = _NAMES | {"missing"}  # why the job has no store
+_NAMES = frozenset({"keep_last"}) | _INTERVAL
+_SAID = _NAMES | {"store", "missing"}  # why the job has no store
 
 
 def fill_arguments(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

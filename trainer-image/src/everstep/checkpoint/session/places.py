@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from everstep.checkpoint.host.paths import make_absolute
-from everstep.checkpoint.ranks.topology import Topology, find_place
+from everstep.checkpoint.ranks.topology import Topology, check_shares_memory, find_place
 from everstep.checkpoint.session.options import SessionArguments
 from everstep.checkpoint.slots.slots import default_directory, default_memory
 from everstep.checkpoint.store.base import Store, open_store
@@ -24,7 +24,8 @@ def open_places(asked: SessionArguments, topology: Topology, group: RankGroup) -
         The store and the directory.
 
     Raises:
-        CheckpointError: On all ranks: one of them cannot open the store, or has no memory.
+        CheckpointError: On all ranks: one of them cannot open the store, or has no memory, or another one than the
+            other ranks of its node.
     """
 
     def open_both() -> tuple[Store, Path, Path | None]:
@@ -34,4 +35,6 @@ def open_places(asked: SessionArguments, topology: Topology, group: RankGroup) -
 
     store, shared, own = group.run_on_all_ranks(open_both)  # else others wait for one that cannot
     place = find_place(topology, shared, group)
-    return store, own if own is not None else default_directory(store.url, place)
+    directory = own if own is not None else default_directory(store.url, place)
+    check_shares_memory(topology, directory, group)
+    return store, directory

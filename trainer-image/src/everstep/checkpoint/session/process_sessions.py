@@ -29,11 +29,16 @@ def replace_earlier_session(directory: Path, session: SavingSession, store: str)
     """Note that a session of this process saves from here on, and end an earlier one that had the same slots.
 
     Args:
-        directory: Of its slots.
-        session: That has just claimed them.
-        store: Its URL, for the message.
+        directory: The folder of the slots.
+        session: The session that has just claimed them.
+        store: The URL of its store, for the message.
     """
     earlier = _sessions.get(directory)
     if earlier is not None and earlier is not session and not earlier.ended:
         earlier.ended = _AFTER_LATER.format(store=store)
     _sessions[directory] = session
+
+
+def is_only_session(session: SavingSession) -> bool:
+    """Tell whether no other session of this process saves, in whatever store."""
+    return all(other is session or other.ended for other in _sessions.values())

@@ -14,7 +14,7 @@ _log = logging.getLogger("everstep.checkpoint")
 
 VARIABLE = "EVERSTEP_CHECKPOINT_REQUEST"
 PERIOD = 1.0  # seconds between two looks
-_handled: set[str] = set()  # ids that this process has asked for: a later session of it does not ask again
+_handled: set[str] = set()  # ids that this process has asked for
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class OutsideRequest:
 class RequestFile:
     """Looks at most once a second, by one `stat`, whether a request has come.
 
+    Each of several in one process takes it; one that is made later does not, as a session that begins anew.
+
     Args:
         path: The file; None: there is no agent, and no request comes.
         clock: Monotonic seconds.
@@ -38,6 +40,7 @@ class RequestFile:
         self._clock = clock
         self._look_at = float("-inf") if path is not None else float("inf")
         self._seen: tuple[int, int] | None = None
+        self._handled = set(_handled)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RequestFile:
@@ -65,7 +68,8 @@ class RequestFile:
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("%s cannot be read, so that no save is begun for it: %s", self._path, error)
             return None
-        if name in _handled or (seconds is not None and seconds <= 0):
+        if name in self._handled or (seconds is not None and seconds <= 0):
             return None
+        self._handled.add(name)
         _handled.add(name)
         return OutsideRequest(name, seconds)

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from everstep.checkpoint.slots.surplus_slots import move_surplus_away
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.writer import control
 from everstep.checkpoint.writer.control import WriterConfig
+from everstep.checkpoint.writer.control_socket import ControlSocket
 from everstep.checkpoint.writer.filling_saves import Filling
 from everstep.checkpoint.writer.idle_verifier import IdleVerifier
 from everstep.checkpoint.writer.keeper import Keeper
@@ -55,6 +55,7 @@ class Writer:
         self._slots = Slots(directory)
         self._linger = linger
         self._has_directory = has_directory
+        self._socket = ControlSocket(directory, self._accept)
         self._membership = Membership()
         self._filling: Filling[asyncio.StreamWriter] = Filling()
         self._verifier = IdleVerifier(directory)
@@ -72,17 +73,11 @@ class Writer:
     async def serve(self) -> None:
         """Until the ranks are gone for good and nothing is left to do."""
         self._loop = asyncio.get_running_loop()
-        path = self._slots.directory / control.SOCKET
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        with control.shorten_socket_path(path) as name:
-            listener.bind(name)
-        path.chmod(0o600)
-        server = await asyncio.start_unix_server(self._accept, sock=listener, limit=control.MAX_LINE)
+        await self._socket.open()
         watch = asyncio.create_task(self._watch())
         await self._ended.wait()
         watch.cancel()
-        server.close()
+        self._socket.close()
 
     def tell_to_end(self) -> None:
         """Finish what is filled and leave: nobody will come any more."""
@@ -367,6 +362,8 @@ class Writer:
             self._changed.clear()
             try:
                 self._verifier.look(is_idle=not self._ranks and not self._storing.is_busy)
+                if self._has_directory():
+                    await self._socket.open_if_removed()
                 if self._config is not None and self._has_directory():
                     self._storing.try_again(self._config)
                     if not self._memory.is_reserving:

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 
 from everstep.pipeline.engine.microbatch import Parts, batch_size, select_arguments
 from everstep.pipeline.engine.nested import flatten_tensors, tensors_of
+from everstep.pipeline.engine.strides import describe_strides
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.transport.base import Transport
 
 T = TypeVar("T")
 TRAIN, ACCUMULATE, EVALUATE, CLIP = "a step", "a batch of a step", "an evaluation", "a call of clip_grad_norm_"
+_CALL_ALIKE = "call step(), evaluate() and clip_grad_norm_() alike and equally often on all ranks"
 Moment = tuple[int, int, str]  # optimizer steps, batches since, and what for
 
 
@@ -62,12 +64,12 @@ def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, whole: f
         inputs = _read_inputs(reads, batch)
         if reads.targets and targets is None and step[2] != EVALUATE:
             raise PipelineError(
-                "it runs the loss, and was given no targets; if the model's own result is the loss, give as targets "
+                "it runs the loss, and got no targets; if the model's own result is the loss, give as targets "
                 "what it was made from, as the labels"
             )
         if step[2] != EVALUATE and any(each.requires_grad for each in tensors_of([inputs, targets])):
             raise PipelineError(
-                "a tensor of its batch requires gradients, and a pipeline gives none to what it is given: detach() it, "
+                "a tensor of its batch requires gradients, and a pipeline computes none for its inputs: detach() it, "
                 "or make what learns in front of it a part of the model"
             )
         counted = {"its batch has": batch_size(inputs, whole), "its targets have": None}
@@ -105,7 +107,8 @@ def agree_on_batch(
     step = ordered[0][1].step
     if not wrong and not isinstance(mine, Word) and mine != step:
         raise PipelineError(
-            f"rank {transport.rank} is at {_format_place(mine)}; rank {ordered[0][0]} is at {_format_place(step)}"
+            f"rank {transport.rank} is at {_format_place(mine)}; rank {ordered[0][0]} is at {_format_place(step)}: "
+            f"{_CALL_ALIKE}"
         )
     _of_replicas(transport, step, wrong, frozen)
     text = repr((samples, step[2] == EVALUATE, [word.shapes for _, word in ordered]))
@@ -125,10 +128,15 @@ def _of_readers(words: Sequence[tuple[int, Word]]) -> tuple[int, str]:
             raise Disagreement("; ".join(wrong))
         _require_equal("rank", "is at", [(rank, _format_place(word.step)) for rank, word in words])
         samples = _require_equal(
-            "rank", "has a batch of", [(r, word.samples) for r, word in words if word.samples is not None]
+            "rank",
+            "has a batch of",
+            [(r, word.samples) for r, word in words if word.samples is not None],
+            "give all ranks of a replica the same samples",
         )
         if samples is None:
-            raise Disagreement("no tensor of the batch has a first dimension, along which it could be cut")
+            raise Disagreement(
+                "no tensor of the batch has a first dimension: the samples are the first dimension of each tensor"
+            )
     except Disagreement as error:
         return 0, str(error)
     return samples, ""
@@ -169,12 +177,13 @@ def _read_inputs(reads: Reads, batch: Any) -> Any:
     return select_arguments(batch, reads.inputs)
 
 
-def _require_equal(who: str, what: str, found: Sequence[tuple[int, T]]) -> T | None:
+def _require_equal(who: str, what: str, found: Sequence[tuple[int, T]], advice: str = _CALL_ALIKE) -> T | None:
     if len({value for _, value in found}) > 1:
-        raise Disagreement("; ".join(f"{who} {number} {what} {value}" for number, value in found))
+        places = "; ".join(f"{who} {number} {what} {value}" for number, value in found)
+        raise Disagreement(f"{places}: {advice}")
     return found[0][1] if found else None
 
 
 def _describe_shapes(inputs: Any) -> str:
     structure, tensors = flatten_tensors(inputs)
-    return repr((structure, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]))
+    return repr((structure, [(tuple(each.shape), str(each.dtype), describe_strides(each)) for each in tensors]))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from everstep.pipeline.frontend.writes import are_statistics_put_together
+
 _REASON = "a pipeline puts the statistics of batch normalisation together itself: compile without fullgraph=True"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -28,7 +30,7 @@ class RunningStatistics:
         self._layers = [
             module
             for module in dict.fromkeys(modules)
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+            if are_statistics_put_together(module) and module.track_running_stats
         ]
         self._inside, self._counting = 0, False  # how often begun; a backward may hold a recomputation
         self._calls: Counter[nn.Module] = Counter()  # in this micro-batch

@@ -141,14 +141,14 @@ class Engine:
         with self.aborting():
             with without_hooks(self.parameters.own), share_casts(is_wanted=self.options.precision != "full"):
                 self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
-            self._batches += 1
+            self._batches = 0 if last else self._batches + 1
             return self._finish() if last else StepResult(float("nan"), 0.0)
 
     def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> StepResult:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
         self._require_open()
         if self._batches:
-            raise PipelineError("a step still accumulates batches: end it before an evaluation")
+            raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before an evaluation")
         self._total = Total()
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
@@ -197,7 +197,7 @@ class Engine:
         actions, overlapped = self._plan(len(self._sizes), reduce)
         self._mail.begin(actions, signature)
         self._values = Values(self._flow, self.rank)
-        outputs: list[Any] = []
+        outputs: dict[int, Any] = {}  # a schedule may take micro-batches in any order
         for action in actions:
             self._mail.post_ahead()
             listen = partial(self.parameters.reduction.listen, action.stage) if action in overlapped else None
@@ -205,10 +205,10 @@ class Engine:
             self.progress += 1
         self._mail.end()
         self.transport.settle()
-        assert self._values.empty(), "a value was made that nobody used"
-        return tuple(outputs)
+        assert self._values.empty(), "a value was computed that no action used"
+        return tuple(outputs[microbatch] for microbatch in sorted(outputs))
 
-    def _do(self, action: Action, outputs: list[Any], listen: Listen | None) -> None:
+    def _do(self, action: Action, outputs: dict[int, Any], listen: Listen | None) -> None:
         kind, index, microbatch = action.kind, action.stage, action.microbatch
         if kind is ActionKind.FORWARD:
             ran = self._forward(index, microbatch)
@@ -216,7 +216,7 @@ class Engine:
                 if ran.loss is not None:
                     self._total.add(ran.loss)
                 if not self._training:
-                    outputs.append(ran.output)
+                    outputs[microbatch] = ran.output
         elif kind is ActionKind.SEND:
             self._send(action)
         elif kind is ActionKind.RECEIVE:
@@ -276,15 +276,15 @@ class Engine:
 
     def _finish(self) -> StepResult:
         self.parameters.reduction.finish()
+        self._total.differentiated = sum(each.take_differentiated() for each in self._stages.values())
         self._commit_statistics()
         counted, own, device = self.parameters.counted_here, self.parameters.own, self.transport.device
-        hooks = None
-        if any(map(has_hooks, own)):
-            hooks = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
+        call = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
+        hooks = call if any(map(has_hooks, own)) else None
         clip, narrow = self.options.clip, self.parameters.narrow_gradients
         scaled = scale_to_mean_loss(own, counted, self._total, self._sum, self.loss_scale, clip, device, hooks, narrow)
         narrow()
-        self.steps, self._batches = self.steps + 1, 0
+        self.steps += 1
         self._random.next_step()
         return StepResult(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
 
@@ -296,7 +296,7 @@ class Engine:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
         self._require_open()
         if self._batches:
-            raise PipelineError("a step still accumulates batches: end it before its gradients are clipped")
+            raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before clipping")
         place = self.transport.replica * self.transport.size + self.rank
         counted = self.parameters.counted_here
 
@@ -445,6 +445,6 @@ def _check_arguments(
     for action in schedule.ranks[transport.rank]:
         if action.kind is ActionKind.INPUT_GRAD and (why := why_not_split(stages[action.stage])) is not None:
             raise PipelineError(
-                f"{schedule.name} splits the backward of stage {action.stage}, which cannot be: {why}; make the "
-                "schedule without it in split="
+                f"{schedule.name} splits the backward of stage {action.stage}, which cannot be split: "
+                f"{why}; leave the stage out of split="
             )

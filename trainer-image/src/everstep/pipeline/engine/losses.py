@@ -30,6 +30,7 @@ class Total:
     sum: Any = 0.0
     count: Any = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
+    differentiated: int = 0  # how many of them had a graph
 
     def add(self, part: LossPart) -> None:
         self.sum = self.sum + part.sum.detach().double()
@@ -46,7 +47,7 @@ def compute_loss(loss: Loss, output: Any, targets: Any, samples: int, weight: Lo
     With `weight`, a count on a GPU is waited for.
 
     Raises:
-        PipelineError: If the loss gives none of them.
+        PipelineError: If the loss gives none of them, or a count of which there would be a gradient.
     """
     given = loss(output, targets)
     metrics: Mapping[str, Any] = {}
@@ -70,6 +71,12 @@ def compute_loss(loss: Loss, output: Any, targets: Any, samples: int, weight: Lo
             "know as metrics"
             if isinstance(given, tuple)
             else f"EngineOptions.loss_weight gives a number, and here it gave {_describe(count)}"
+        )
+    if isinstance(count, torch.Tensor) and count.requires_grad:
+        raise PipelineError(
+            f"{'the count that a loss gives' if weight is None else 'what EngineOptions.loss_weight gives'} depends on "
+            "what learns, and a pipeline divides by the count of all micro-batches, which has no gradient: detach() "
+            "it, or let the model normalise its weights within each sample, and give a mean over samples"
         )
     if not isinstance(given, tuple):
         # A factor of 0 would not do: 0 times a gradient that is not a number is none either.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from everstep.pipeline.engine.nested import StageValue, ValueLayout
+from everstep.pipeline.engine.strides import lay_out
 from everstep.pipeline.engine.values import Gradients, Key
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.schedules.actions import Action, ActionKind
@@ -73,7 +74,7 @@ class P2PMessenger:
         known = self._layouts.setdefault((name, microbatch), layout)
         if name in self._dynamic:
             self._layouts[name, microbatch] = layout
-        elif known != layout:
+        elif not known.agrees(layout):
             raise PipelineError(
                 f"value {name!r} (micro-batch {microbatch}) has another layout than before, with inputs of the same "
                 f"shapes: {_describe_layout(known)}, now {_describe_layout(layout)}; if it depends on the "
@@ -120,7 +121,9 @@ class P2PMessenger:
     def value(self, name: str, microbatch: int) -> StageValue:
         """A value of another rank, waited for."""
         (coming,) = self._coming.pop((name, microbatch, False))
-        return StageValue(coming.layout, [arrival.wait() for arrival in coming.arrivals])
+        layout = coming.layout
+        came = [lay_out(each.wait(), spec.strides) for each, spec in zip(coming.arrivals, layout.specs, strict=True)]
+        return StageValue(layout, came)
 
     def gradients(self, name: str, microbatch: int) -> list[Gradients]:
         """Wait for what other ranks contribute to the gradient of a value, and return it."""

@@ -66,7 +66,9 @@ def split_batch(batch: Any, size: int, microbatches: int, whole: frozenset[str] 
     """
     if isinstance(batch, Parts):
         if len(batch) != microbatches:
-            raise PipelineError(f"the batch is cut into {len(batch)} micro-batches already, and not {microbatches}")
+            raise PipelineError(
+                f"the batch is already cut into {len(batch)} micro-batches, and the plan has {microbatches}"
+            )
         return list(batch)
     return [_slice_batch(batch, size, where, whole) for where in compute_bounds(size, microbatches)]
 

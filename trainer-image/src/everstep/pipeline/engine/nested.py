@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from everstep.pipeline.engine.strides import describe_strides
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Spec
 
@@ -25,6 +26,14 @@ class ValueLayout(NamedTuple):
 
     structure: Any
     specs: tuple[Spec, ...]
+
+    def agrees(self, other: ValueLayout) -> bool:
+        """Tell whether the other layout is the same, but for how tensors lie in memory."""
+        return self == other or (
+            self.structure == other.structure
+            and [spec._replace(strides=None) for spec in self.specs]
+            == [spec._replace(strides=None) for spec in other.specs]
+        )
 
 
 @dataclass(slots=True)
@@ -91,7 +100,7 @@ def value_of(name: str, given: Any) -> tuple[StageValue, list[torch.Tensor]]:
     """
     structure, tensors = flatten_tensors(given)
     _check_structure(name, structure)
-    specs = tuple(Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+    specs = tuple(Spec(tuple(each.shape), each.dtype, each.requires_grad, describe_strides(each)) for each in tensors)
     return StageValue(ValueLayout(structure, specs), [tensor.detach() for tensor in tensors]), tensors
 
 

@@ -64,7 +64,7 @@ class EngineOptions:
         if self.clip is not None and not self.clip > 0:
             raise PipelineError(f"clip is a norm above 0, not {self.clip}")
         if self.ahead < 0 or self.bucket < 1:
-            raise PipelineError("ahead must not be negative, bucket at least 1 byte")
+            raise PipelineError(f"ahead is 0 or more, not {self.ahead}, and bucket at least 1 byte, not {self.bucket}")
         for name in ("heartbeat", "timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:

@@ -127,8 +127,8 @@ class Random:
         if drew:
             self._asleep = False
             warnings.warn(
-                "a module that drew no random numbers in the first step has begun to: those of this micro-batch depend "
-                "on how the model is cut",
+                f"a module of stage {stage} draws random numbers, and drew none in the first step: those of "
+                f"micro-batch {microbatch} depend on how the model is cut; let it draw from the first step on",
                 stacklevel=2,
             )
 

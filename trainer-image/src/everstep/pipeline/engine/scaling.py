@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from everstep.pipeline.engine.agreement import Disagreement
 from everstep.pipeline.engine.clipping import scale_gradients, sum_of_powers
 from everstep.pipeline.engine.losses import Total
 
@@ -66,17 +67,25 @@ def scale_to_mean_loss(
 
     A step without anything that counts, and under fp16 one with an overflow, leaves no gradients: an optimizer that is
     called then changes nothing. `hooks` change gradients of the mean loss, before they are clipped; on all ranks
-    gradients get the types that hooks expect by `narrow`, if there are hooks on any.
+    gradients get the types that hooks expect by `narrow`, if there are hooks on any. Disagreement on all ranks if
+    nothing was differentiated, and there are parameters that learn.
     """
     asked = clip is not None or scaling.moves
-    sums = torch.zeros(6, dtype=torch.float64, device=device)
+    sums = torch.zeros(8, dtype=torch.float64, device=device)
     sums[0], sums[1] = total.sum, total.count
     if asked:
         sums[2] = sum_of_powers(counted)
     sums[5] = float(hooks is not None)
     sums[3], sums[4] = len(total.metrics), float(bool(total.metrics))
+    sums[6], sums[7] = total.differentiated, float(any(each.requires_grad for each in parameters))
     reduce(sums)
-    loss, count, squares, metrics, givers, hooked = sums.tolist()
+    loss, count, squares, metrics, givers, hooked, differentiated, learning = sums.tolist()
+    if count and learning and not differentiated:
+        raise Disagreement(
+            f"no loss of the step depends on anything that learns, so there is nothing to differentiate (its mean is "
+            f"{loss / count:.6g}), as where it was made of numbers (item()), arrays or detached tensors; one process's "
+            "loss.backward() is an error too: compute the loss with tensors from what the model returns"
+        )
     each = round(metrics / givers) if givers else 0
     overflow = scaling.moves and not math.isfinite(squares)
     factor = 1.0 / (count * scaling.value) if count else 0.0

@@ -93,6 +93,7 @@ class StageRunner:
         self._gradients, self._outputs, self._around, self._loss = gradients, edges, around, loss
         self._recompute = recompute
         self._saved: dict[int, _SavedForward] = {}
+        self._differentiated = 0  # losses of this step that had a graph
         self._draws = ScriptDraws(module.module)
         self._unknown = UnknownLeaves(index, module.module.parameters())
         self._compares = recompute  # whether the next recomputation is compared with the first forward
@@ -120,7 +121,7 @@ class StageRunner:
         """Adds the gradients of the parameters to theirs; those of the inputs. `given`: of the outputs; `scale`: of the
         loss."""
         saved = self._take(microbatch)
-        roots, gradients = _collect_roots(saved, given, scale)
+        roots, gradients = self._collect_roots(saved, given, scale)
         if roots:
             with _listen_to_backward(listen, (torch.autograd.graph.get_gradient_edge(root).node for root in roots)):
                 torch.autograd.backward(roots, gradients)
@@ -132,7 +133,7 @@ class StageRunner:
     def input_grad(self, microbatch: int, given: Mapping[str, Gradients], scale: float) -> dict[str, Gradients]:
         """The gradients of the inputs only; `weight_grad` does the rest."""
         saved = self._take(microbatch)
-        roots, gradients = _collect_roots(saved, given, scale)
+        roots, gradients = self._collect_roots(saved, given, scale)
         leaves = [leaf for each in saved.leaves.values() for leaf in each if leaf is not None]
         known, deferred = input_grad(roots, gradients, leaves)
         self._saved[microbatch] = _SavedForward(deferred=deferred)
@@ -146,13 +147,34 @@ class StageRunner:
         with _listen_to_backward(listen, deferred.nodes):
             deferred.weight_grad()
 
+    def take_differentiated(self) -> int:
+        """Return how many losses of the step had a graph, and begin another one."""
+        found, self._differentiated = self._differentiated, 0
+        return found
+
     def clear(self) -> None:
         """Forget what a step that failed has left."""
         self._saved.clear()
+        self._differentiated = 0
 
     def _take(self, microbatch: int) -> _SavedForward:
         saved = self._saved.pop(microbatch)
         return saved.again() if saved.again is not None else saved
+
+    def _collect_roots(
+        self, saved: _SavedForward, given: Mapping[str, Gradients], scale: float
+    ) -> tuple[list[Any], Gradients]:
+        roots, gradients = [], []
+        for name, results in saved.results.items():
+            for tensor, gradient in zip(results, given.get(name, [None] * len(results)), strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    gradients.append(gradient)
+        if saved.loss is not None and saved.loss.requires_grad:
+            self._differentiated += 1
+            roots.append(saved.loss)
+            gradients.append(torch.full_like(saved.loss, scale))
+        return roots, gradients
 
     def _once_more(
         self,
@@ -250,19 +272,6 @@ def _list_results(ran: Ran) -> dict[str, list[Any]]:
     """The tensors of what a forward gave; they hold no graph."""
     found = {name: value.tensors for name, value in ran.values.items()}
     return found if ran.loss is None else {**found, "the loss": [ran.loss.sum.detach()]}
-
-
-def _collect_roots(saved: _SavedForward, given: Mapping[str, Gradients], scale: float) -> tuple[list[Any], Gradients]:
-    roots, gradients = [], []
-    for name, results in saved.results.items():
-        for tensor, gradient in zip(results, given.get(name, [None] * len(results)), strict=True):
-            if gradient is not None and tensor.requires_grad:
-                roots.append(tensor)
-                gradients.append(gradient)
-    if saved.loss is not None and saved.loss.requires_grad:
-        roots.append(saved.loss)
-        gradients.append(torch.full_like(saved.loss, scale))
-    return roots, gradients
 
 
 def _listen_to_backward(listen: Listen | None, nodes: Iterable[Any]) -> contextlib.AbstractContextManager[None]:

@@ -17,12 +17,16 @@ from everstep.pipeline.frontend.record import Untraceable
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
+_BY_POSITION_ONLY = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
+
+
 class Arguments:
     """The arguments of one module. An example or a batch is a tensor, a tuple of positional arguments, or a mapping by
     names."""
 
     def __init__(self, module: Any) -> None:
         self._traced: dict[str, Any] | None = None
+        self._changed: frozenset[str] = frozenset()
         self._signature = inspect.signature(module.forward)
         kinds = {each.kind: name for name, each in self._signature.parameters.items()}
         self._rest = kinds.get(inspect.Parameter.VAR_KEYWORD)
@@ -34,8 +38,22 @@ class Arguments:
             Untraceable: It does not fit the arguments of forward.
             PipelineError: There are tensors in objects that the pipeline does not look into.
         """
-        args = () if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
-        return self.of_call(args, given if isinstance(given, Mapping) else {})
+        if isinstance(given, Mapping):
+            return self.of_call(*self._of_mapping(given))
+        return self.of_call(given if isinstance(given, tuple) else (given,), {})
+
+    def _of_mapping(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keywords for what is given by names, also for what a call can give by position only."""
+        kinds = {name: each.kind for name, each in self._signature.parameters.items()}
+        last = max(
+            (at for at, name in enumerate(kinds) if name in given and kinds[name] in _BY_POSITION_ONLY), default=-1
+        )
+        args: list[Any] = []
+        for name in list(kinds)[: last + 1]:
+            if name not in given:
+                return (), dict(given)  # which the signature refuses
+            args += given[name] if kinds[name] is inspect.Parameter.VAR_POSITIONAL else [given[name]]
+        return tuple(args), {name: value for name, value in given.items() if name not in list(kinds)[: last + 1]}
 
     def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The same of a call with both."""
@@ -47,7 +65,7 @@ class Arguments:
         extra = named.pop(self._rest, {}) if self._rest else {}
         found = {**named, **extra}
         for name, value in found.items():
-            if (kind := _hidden_data(value)) is not None:
+            if (kind := find_hidden_data(value)) is not None:
                 raise PipelineError(
                     f"the argument {name!r} has a {kind}, which holds tensors or arrays: they would not be cut into "
                     "micro-batches, and stay those of the example; give them as tensors, or in dictionaries, lists, "
@@ -55,8 +73,33 @@ class Arguments:
                 )
         return found
 
-    def traced_with(self, named: Mapping[str, Any]) -> None:
-        """Let `check` compare with these arguments from here on."""
+    def refuse_changed_targets(self, given: Any, targets: Any) -> None:
+        """Check that a forward which changes a batch in place changes nothing of what its loss is given.
+
+        Args:
+            given: A batch, as for `name`.
+            targets: Its targets.
+
+        Raises:
+            PipelineError: They are in the same memory: the loss would see the change in one process, and here it runs
+                on another.
+        """
+        if not self._changed or given is None:
+            return
+        named = self.name(given)
+        memory = {_get_address(each) for each in pytree.tree_leaves(targets) if isinstance(each, torch.Tensor)} - {0}
+        for name in sorted(self._changed):
+            for each in pytree.tree_leaves(named.get(name)):
+                if isinstance(each, torch.Tensor) and _get_address(each) in memory:
+                    raise PipelineError(
+                        f"forward changes its argument {name!r} in place, and the targets are in the same memory: in "
+                        "one process the loss would be given what forward made of them, in a pipeline what they were; "
+                        "give targets that are a copy (clone()), or let forward change nothing of its arguments"
+                    )
+
+    def traced_with(self, named: Mapping[str, Any], changed: Collection[str] = ()) -> None:
+        """Let `check` compare with these arguments from here on; `changed`: those that the forward changes in place."""
+        self._changed = frozenset(changed)
         empty = torch.empty(0, device="cpu")
         self._traced = {
             name: pytree.tree_map(lambda leaf: empty if isinstance(leaf, torch.Tensor) else leaf, value)
@@ -96,19 +139,33 @@ class Arguments:
                 )
 
     def fits(self, named: Mapping[str, Any]) -> bool:
-        """Tell whether the module can be called with these names."""
-        try:
-            self._signature.bind(**named)
-        except TypeError:
-            return False
-        return True
+        """Tell whether the module can be called with these."""
+        return self.fits_by_name(named) or _can_bind(self._signature, tuple(named.values()), {})
+
+    def fits_by_name(self, named: Mapping[str, Any]) -> bool:
+        """Tell whether these names are those of the module's arguments, and not of one inside it."""
+        return _can_bind(self._signature, *self._of_mapping(named))
 
     def call(self, module: Any, named: Mapping[str, Any]) -> Any:
-        """The module's result for arguments as `name` gives them."""
+        """The module's result for arguments as `name` gives them; by their order, where they have names of another."""
+        if not self.fits_by_name(named) and self.fits(named):
+            return module(*named.values())
         own = {name: value for name, value in named.items() if name in self._signature.parameters}
         bound = inspect.BoundArguments(self._signature, own)
         rest = {name: value for name, value in named.items() if name not in self._signature.parameters}
         return module(*bound.args, **bound.kwargs, **rest)
+
+
+def _get_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
+
+
+def _can_bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _describe_difference(known: Any, given: Any) -> str | None:
@@ -137,14 +194,50 @@ def _are_equal(one: Any, other: Any) -> bool:
     return hasattr(one, "__dict__") and vars(one) == vars(other)
 
 
-def _hidden_data(value: Any) -> str | None:
-    """The kind of an object in which there are tensors or arrays beside those of plain structures; None if there is
-    none."""
+def find_hidden_data(value: Any) -> str | None:
+    """Return the kind of an object in which there are tensors or arrays beside those of plain structures; None if there
+    is none."""
     # Others that pytree knows, as deques and registered classes, are not looked into by those who cut batches.
     for leaf in pytree.tree_leaves(value, is_leaf=lambda each: not isinstance(each, dict | list | tuple)):
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and _holds_data(leaf, set()):
             return type(leaf).__name__
     return None
+
+
+def refuse_uncut_targets(targets: Any, samples: int | None = None) -> None:
+    """Check that what a loss is given can be cut into micro-batches with the samples.
+
+    Args:
+        targets: The targets of a batch.
+        samples: The number of samples in the batch, where it is known.
+
+    Raises:
+        PipelineError: There are tensors or arrays in objects that are not looked into, or a list of something else with
+            one item for each sample: each micro-batch would get those of all.
+    """
+    if (kind := find_hidden_data(targets)) is not None:
+        raise PipelineError(
+            f"the targets have a {kind}, which holds tensors or arrays: they would not be cut into micro-batches, and "
+            "each would get those of the whole batch; give them as tensors (torch.from_numpy(…), dict(…)), or in "
+            "dictionaries, lists, tuples and named tuples"
+        )
+
+    def is_list_of_samples(each: Any) -> bool:
+        return (
+            type(each) is list
+            and len(each) == samples
+            and all(isinstance(item, bool | int | float | complex | str | bytes) for item in each)
+        )
+
+    if samples is None or samples < 2:
+        return
+    for leaf in pytree.tree_leaves(targets, is_leaf=is_list_of_samples):
+        if is_list_of_samples(leaf):
+            raise PipelineError(
+                f"the targets have a list of {samples} items of {type(leaf[0]).__name__}, as many as the batch has "
+                "samples: it would not be cut into micro-batches, and each would get all of it; give numbers as a "
+                "tensor, and what belongs to no sample as a tuple"
+            )
 
 
 def _holds_data(value: Any, seen: set[int]) -> bool:

@@ -2,7 +2,8 @@
 
 A module that is never cut runs its own forward, and reads what its attributes are then. The code of all others may be
 opened by a cut, and which of them are depends on what a machine measured. So an attribute that such code reads is
-fixed wherever the cut falls, and a step with another value is refused.
+fixed wherever the cut falls, and a step with another value is refused. What is no plain value, as a tensor that is no
+buffer, a function or a configuration, is fixed as the object that it was: what changes in it is not seen.
 """
 
 from __future__ import annotations
@@ -26,6 +27,41 @@ _MANY = 10_000  # elements of a container that are compared at each step
 _NOT_PLAIN, _ABSENT = object(), object()
 
 
+_WITH_DATA = (torch.Tensor, nn.Parameter)  # and not those of a trace
+
+
+class _OfClass:
+    """Stands for what a module has of its class: a method, until a script puts something in its place."""
+
+    def __repr__(self) -> str:
+        return "that of its class"
+
+
+_OF_CLASS = _OfClass()
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldObject:
+    """An object that is no plain value; equal to one of the same object, or of a tensor with the same numbers."""
+
+    held: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _HeldObject):
+            return False
+        one, two = self.held, other.held
+        return one is two or (
+            type(one) in _WITH_DATA
+            and type(two) in _WITH_DATA
+            and "meta" not in (one.device.type, two.device.type)
+            and (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
+            and torch.equal(one, two)
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.held)
+
+
 @dataclass
 class AttributeRead:
     """A value that was read. `during`: by the names of the calls that were under way, the outermost first."""
@@ -35,39 +71,48 @@ class AttributeRead:
 
 
 class AttributeReads:
-    """The plain attributes of a model's modules that one forward reads, as they were before it.
+    """The attributes of a model's modules that one forward reads, as they were before it.
 
-    `found`: those that it leaves as they are. `changed`: those that it changes, with the values before and after,
-    where nothing says that they are about something that the module keeps, as a table with a flag that it is there.
-    `left`: all attributes, plain ones or not, read or not, that hold something else after it.
+    `found`: those that it leaves as they are, plain ones and `objects`. `changed`: plain ones that it changes, with the
+    values before and after, where nothing says that they are about something that the module keeps, as a table with a
+    flag that it is there. `left`: all attributes, plain ones or not, read or not, that hold something else after it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {id(module): (path, module, dict(vars(module))) for path, module in model.named_modules()}
         self._items = {key: _list_items(vars(module)) for key, (_, module, _) in self._modules.items()}
         self.found: dict[Key, AttributeRead] = {}
+        self.objects: dict[Key, AttributeRead] = {}
         self.changed: dict[Key, tuple[Any, Any]] = {}
         self.left: set[Key] = set()
 
     def note(self, module: nn.Module, name: str, value: Any, stack: Sequence[Any]) -> None:
-        """Note that an attribute was read while these calls were under way, unless it is no plain one, or this forward
-        has written it."""
-        if name in _EVERY_MODULE or id(module) not in self._modules or not isinstance(value, _PLAIN):
+        """Note that an attribute was read while these calls were under way, unless this forward has written it."""
+        if name in _EVERY_MODULE or id(module) not in self._modules:
             return
         path, _, before = self._modules[id(module)]
         key = path, name
-        if key not in self.found:
+        if key not in self.found and key not in self.objects:
             held = before.get(name, _ABSENT)
             if held is _ABSENT and name not in vars(module):
                 held = _of_class(type(module), name)
-            plain = plain_copy(held)
-            if plain is _NOT_PLAIN or plain != plain_copy(value):
+            plain = plain_copy(held) if isinstance(value, _PLAIN) else _NOT_PLAIN
+            if plain is not _NOT_PLAIN:
+                if plain != plain_copy(value):
+                    return
+                self.found[key] = AttributeRead(plain)
+            elif held is value and name in before:
+                self.objects[key] = AttributeRead(held_copy(held))
+            elif callable(value) and name not in vars(module):
+                self.objects[key] = AttributeRead(_OF_CLASS)
+            else:
                 return
-            self.found[key] = AttributeRead(plain)
-        self.found[key].during.add(tuple(call.name for call in stack))
+        read = self.found.get(key) or self.objects[key]
+        read.during.add(tuple(call.name for call in stack))
 
     def settle(self) -> None:
         """Tell apart what the forward, which has ended, has changed. Called before its changes are undone."""
+        modules = {path: module for path, module, _ in self._modules.values()}
         for number, (path, module, before) in self._modules.items():
             now = vars(module)
             items = _list_items(now)
@@ -89,6 +134,9 @@ class AttributeReads:
                     del self.found[path, name]
                     if not keeps:
                         self.changed[path, name] = mine[name], value
+        for key, read in self.objects.items():
+            if key not in self.left and _is_as_it_was(modules[key[0]], key[1], read.value):
+                self.found[key] = read
 
 
 class FixedAttributes:
@@ -117,12 +165,11 @@ class FixedAttributes:
             PipelineError: If one is another, with its module, and with both values.
         """
         for path, name, module, value in self._held:
-            now = getattr(module, name, _ABSENT)
-            if now is not value and plain_copy(now) != value:
-                raise _make_changed_error(path, name, module, value, now)
+            if not _is_as_it_was(module, name, value):
+                raise _make_changed_error(path, name, module, value, getattr(module, name, _ABSENT))
         for path, name, module, value in self._stand_ins:
             now = vars(module).get(name, _ABSENT)
-            if now is not _ABSENT and plain_copy(now) != value:
+            if now is not _ABSENT and held_copy(now) != value:
                 raise _make_changed_error(path, name, module, value, now)
 
 
@@ -140,6 +187,25 @@ def plain_copy(value: Any) -> Any:
         found = {key: plain_copy(each) for key, each in value.items()}
         return _NOT_PLAIN if any(each is _NOT_PLAIN for each in found.values()) else found
     return _NOT_PLAIN
+
+
+def held_copy(value: Any) -> Any:
+    """Return what equals that of the same value later on: of a plain one a copy, of others that they are the same
+    objects."""
+    if (plain := plain_copy(value)) is not _NOT_PLAIN:
+        return plain
+    if isinstance(value, list | tuple) and len(value) <= _MANY:
+        return [held_copy(each) for each in value]
+    if isinstance(value, dict) and len(value) <= _MANY:
+        return {key: held_copy(each) for key, each in value.items()}
+    return _HeldObject(value)
+
+
+def _is_as_it_was(module: nn.Module, name: str, value: Any) -> bool:
+    if value is _OF_CLASS:
+        return name not in vars(module)
+    now = getattr(module, name, _ABSENT)
+    return now is value or bool(held_copy(now) == value)
 
 
 _PLAIN = (*_SCALARS, list, tuple, set, frozenset, dict)

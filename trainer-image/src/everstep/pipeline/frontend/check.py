@@ -4,12 +4,13 @@ training."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
@@ -21,6 +22,7 @@ from everstep.pipeline.frontend.stages import INPUT, OUTPUT, StageModule
 from everstep.pipeline.frontend.trace import attributes_kept
 
 Loss = Callable[[Any], Any]  # of the model's output; a scalar
+_FACTOR = 1024.0  # a power of two, which rounds nothing
 
 
 def run_stages(stages: Sequence[StageModule], inputs: Mapping[str, Any], *, detached: bool = False) -> Any:
@@ -34,28 +36,38 @@ def run_stages(stages: Sequence[StageModule], inputs: Mapping[str, Any], *, deta
 
 
 def compare_gradients(
-    model: nn.Module, stages: Sequence[StageModule], inputs: Mapping[str, Any], loss: Loss, *, tolerance: float = 1e-4
+    model: nn.Module,
+    stages: Sequence[StageModule],
+    inputs: Mapping[str, Any],
+    loss: Loss,
+    *,
+    tolerance: float = 1e-4,
+    has_hooks: bool = False,
 ) -> float:
     """The largest difference of a gradient to that of the unsplit model, relative to the largest gradient of its
     parameter, or to a thousandth of the largest of all, since some gradients are nothing but rounding. Both draw the
     same random numbers. Neither weights, nor gradients, nor statistics change.
 
     PipelineError if it is above `tolerance`, with the name of the parameter: something in the model crosses from stage
-    to stage in a way that is not a value.
+    to stage in a way that is not a value. Also if the gradient of a larger loss is not larger by as much, which is
+    looked at where functions written in Python, or with `has_hooks`, are in the graph.
     """
     parameters = dict(model.named_parameters())
+    functions: list[str] = []
     call = partial(Arguments(model).call, model)
 
     def given() -> Any:  # copies, since a model may change in place what it is given
         return pytree.tree_map(_copy_leaf, dict(inputs))
 
-    def again(forward: Callable[[Any], Any]) -> dict[str, Any]:
+    def again(forward: Callable[[Any], Any], factor: float = 1.0) -> dict[str, Any]:
         with as_before(model), attributes_kept(model), divisible_checkpoints():
             with torch.no_grad():
                 forward(given())  # who counts calls does something else in the second
-            return _compute_gradients(parameters, lambda: loss(forward(given())))
+            return _compute_gradients(parameters, lambda: loss(forward(given())) * factor, functions)
 
     expected, found = again(call), again(partial(run_stages, stages))
+    if functions or has_hooks:
+        _refuse_other_slopes(expected, again(call, _FACTOR), dict.fromkeys(functions), tolerance)
     worst, where = 0.0, ""
     largest = max(
         (float(each.abs().max()) for each in expected.values() if each is not None and each.numel()), default=0.0
@@ -70,10 +82,33 @@ def compare_gradients(
                 worst, where = difference, name
     if not worst <= tolerance:
         raise PipelineError(
-            f"the gradient of {where} differs by {worst:.1e} from the unsplit model's: its code hands something on "
-            "that is no argument and no result; place the modules that share it in one stage"
+            f"the gradient of {where} differs by {worst:.1e} from the unsplit model's: its code passes a "
+            "value on that is neither an argument nor a result; place the modules that share it in one stage"
         )
     return worst
+
+
+def _refuse_other_slopes(
+    expected: Mapping[str, Any], larger: Mapping[str, Any], functions: Collection[str], tolerance: float
+) -> None:
+    """PipelineError if a backward does not do the same to a gradient of any size.
+
+    Backwards in a pipeline begin with sums of losses, which become those of a mean when all are there.
+    """
+    for name, one in expected.items():
+        other = larger[name]
+        if one is None or other is None or not one.numel() or not bool(other.isfinite().all()):
+            continue
+        scale = max(float(one.abs().max()), float(other.abs().max()) / _FACTOR)
+        if float((other / _FACTOR - one).abs().max()) > tolerance * scale:
+            where = f"one of {', '.join(functions)}, or a hook" if functions else "a hook"
+            raise PipelineError(
+                f"the gradient of {name} of a loss that is {_FACTOR:g} times as large is not {_FACTOR:g} times as "
+                f"large: something in the backward ({where}) changes gradients by their size, as by clamping or "
+                "normalising them, and would do something else in a pipeline, where backward begins with sums of "
+                "losses and not with their mean: clip with EngineOptions.clip or run.clip_grad_norm_, change gradients "
+                "in hooks on parameters, which get those of the mean; PlanOptions(check=False) trains it as it is"
+            )
 
 
 def find_mixing_nodes(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any], model: nn.Module) -> list[str]:
@@ -86,7 +121,7 @@ def find_mixing_nodes(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any
     leaves = pytree.tree_leaves(dict(inputs))
     samples = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
     if samples < 2:
-        raise PipelineError("whether samples meet each other shows only with two of them or more")
+        raise PipelineError("find_mixing_nodes() needs a batch of two samples or more")
     halves = slice(0, samples // 2), slice(samples // 2, None)
     flags = {module: module.training for module in model.modules()}
     found: list[str] = []
@@ -143,11 +178,27 @@ def _make_leaf(value: Any) -> Any:
     return pytree.tree_map(leaf, value)
 
 
-def _compute_gradients(parameters: Mapping[str, Any], run: Callable[[], Any]) -> dict[str, Any]:
+def _compute_gradients(parameters: Mapping[str, Any], run: Callable[[], Any], functions: list[str]) -> dict[str, Any]:
+    """The gradients of the learning parameters; the names of Python's functions in the graph go to `functions`."""
     learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with torch.enable_grad():
-        found = torch.autograd.grad(run(), list(learning.values()), allow_unused=True)
+        total = run()
+        functions += _list_python_functions(total)
+        found = torch.autograd.grad(total, list(learning.values()), allow_unused=True)
     return dict(zip(learning, found, strict=True))
+
+
+def _list_python_functions(total: torch.Tensor) -> list[str]:
+    found, seen, stack = list[str](), set[Any](), [total.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            found.append(type(node).__name__.removesuffix("Backward"))
+        stack.extend(child for child, _ in node.next_functions)
+    return found
 
 
 @contextlib.contextmanager

@@ -265,7 +265,8 @@ def make_foreign_error(places: Iterable[TrainedElsewhere], what: str) -> Pipelin
         "{'logits': …, 'norm': self.embed.weight.norm()}; code of the model that no trace follows (modules that depend "
         "on data, hooks on tensors, functions of autograd) gets it as an argument. For averages, statistics and saving "
         "take run.named_parameters(), which are this process's, to evaluate run.evaluate(…); for the whole model, load "
-        "a checkpoint into one that is built anew"
+        "a checkpoint into one that is built anew; what is of use before training, as a copy for an average, take "
+        "before pipeline() is called, since from then on copies do not follow what is loaded or broadcast either"
     )
 
 

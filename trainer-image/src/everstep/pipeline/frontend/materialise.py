@@ -192,8 +192,8 @@ def _fill_from_source(names: Sequence[str], old: Any, source: Source, device: An
             continue
     if data is None:
         raise PipelineError(
-            f"nothing says what {' or '.join(names)} begins with: it is on the meta device and not in the source; "
-            "build the model in without_weights() if it is a table that no state dictionary holds"
+            f"there is no initial value of {' or '.join(names)}: it is on the meta device, and not in the given "
+            "weights; build the model in without_weights() if it is a table that no state dictionary holds"
         )
     if tuple(data.shape) != tuple(old.shape):
         raise PipelineError(f"{names[0]} is of shape {tuple(old.shape)}, but its source gives {tuple(data.shape)}")

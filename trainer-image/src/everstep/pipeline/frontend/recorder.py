@@ -37,6 +37,7 @@ from everstep.pipeline.frontend.refs import (
     make_template,
 )
 from everstep.pipeline.frontend.sizes import Sizes
+from everstep.pipeline.frontend.writes import only_reads_statistics
 
 HERE = Here()
 _KINDS = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
@@ -58,6 +59,7 @@ _REPLACES = {torch.Tensor.data.__set__, torch.Tensor.grad.__set__, torch.Tensor.
 # Not seen in the version of a tensor, but what comes after depends on it having been done here.
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 _MARKS = HOOKS | {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}
+_BY_STRIDES = {torch.as_strided, torch.Tensor.as_strided}
 _STATISTICS = {nn.functional.batch_norm, torch.batch_norm, nn.functional.instance_norm, torch.instance_norm}
 
 
@@ -145,7 +147,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.busy = True
         if any(isinstance(arg, nn.Module) or callable(arg) for arg in args if not isinstance(arg, torch.Tensor)):
             self.busy = False
-            raise CannotFollow(f"{cls.__name__} is given code that it runs itself")
+            raise CannotFollow(f"{cls.__name__} runs code that it is given, which a trace cannot record")
         self.busy = False
         return self._operation(cls.__name__, apply, args, kwargs)
 
@@ -218,7 +220,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                     f"{name} is called in forward: a gradient of a gradient does not pass from stage to stage"
                 )
             if func in _REPLACES:
-                raise CannotFollow(f"{name} gives a tensor other memory")
+                raise CannotFollow(f"{name} replaces the memory of a tensor")
             inputs = make_template((args, kwargs), self._refer)
             self.drawn = False
             real_args, real_kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
@@ -229,9 +231,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             if self.sizes.new_conditions() and self.sizes.batch_is_fixed():
                 raise BatchFixed(self._stack[-1].path)
             mutated = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]
+            if func in _BY_STRIDES and _get_storage_key(tensors[0]) not in self.record.lasting:
+                mutated.append(tensors[0])  # so that who made it, and knows how it lies in memory, is in the same stage
             if func in _MARKS:
                 mutated.append(tensors[0])
-            if func in _STATISTICS:
+            if func in _STATISTICS and not only_reads_statistics(self._stack[-1], args, kwargs):
                 mutated += [tensor for tensor in tensors[1:3] if not isinstance(tensor, nn.Parameter)]
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if made or mutated:
@@ -329,7 +333,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if isinstance(leaf, torch.Tensor):
             if id(leaf) not in self._refs:
                 if isinstance(leaf, FakeTensor):
-                    raise CannotFollow("a tensor comes from code that cannot be heard")
+                    raise CannotFollow("a tensor comes from code that the trace cannot record")
                 self._refs[id(leaf)] = Constant(len(self.record.constants))
                 if leaf.layout is torch.strided and (name := self._memory.get(_get_storage_key(leaf))) is not None:
                     self.record.aliases[len(self.record.constants)] = name

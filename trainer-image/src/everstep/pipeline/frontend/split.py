@@ -53,7 +53,9 @@ def split_model(model: Traced | Tree, stage_of: Mapping[str, int] | None = None)
     chosen = placement.complete_placement(model.graph, model.manual if stage_of is None else stage_of)
     last = max(chosen.values())
     if chosen[OUTPUT] != last:
-        raise PipelineError(f"the model's output is in stage {chosen[OUTPUT]}, it must be in the last, {last}")
+        raise PipelineError(
+            f"the model's output is in stage {chosen[OUTPUT]}, and must be in the last one, {last}: change stage_of"
+        )
     cuts = [_Cut(model, chosen, index) for index in range(last + 1)]
     # What nobody uses is in the first stage, so that checkpoints are complete.
     cuts[0].unused = set(model.record.weights).difference(*(cut.holds() for cut in cuts))

@@ -123,7 +123,7 @@ class StageModule:
                 None,
             )
         except KeyError as missing:
-            raise PipelineError(f"stage {self.index} was not given {missing}") from None
+            raise PipelineError(f"stage {self.index} did not receive the value {missing}") from None
         for name in self._changed:
             # Micro-batches are parts of one batch, and a forward may be done again: what it is given stays as it is.
             if name in self._values:
@@ -147,8 +147,9 @@ class StageModule:
         """PipelineError if it is in a mode, training or evaluation, that the model was not cut for."""
         if self._only is not None and self.module.training != self._only:
             raise PipelineError(
-                "the model's own code does something else in evaluation than in training: it is cut for the mode that "
-                f"it was traced in only, which is {'training' if self._only else 'evaluation'}"
+                "the model's own code does something else in evaluation than in training: it is cut only for the "
+                f"mode in which it was traced, {'training' if self._only else 'evaluation'}: call pipeline() once more "
+                "with the model in the other mode"
             )
 
     def has(self, name: str) -> bool:
@@ -179,8 +180,9 @@ class StageModule:
             for condition in self._conditions:
                 if evaluate_size(condition, values) is False:
                     raise PipelineError(
-                        f"stage {self.index}: sizes {values} take another way through the model's code than the one "
-                        f"that was traced, where {condition}"
+                        f"stage {self.index}: sizes {values} take another path through the model's code than the one "
+                        f"that was traced, where {condition}: give batches for which this holds, or call pipeline() "
+                        "with an example of these sizes"
                     )
             self._known_sizes[key] = {size: size.kind(evaluate_size(size.expr, values)) for size in self._sizes}
         return self._known_sizes[key]

@@ -133,11 +133,14 @@ def build_tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None
     known = dict(model.named_modules())
     for name in names:
         if not name or name not in known:
-            raise PipelineError(f"block {name!r} is no module of the model")
+            raise PipelineError(f"block {name!r} is no module of the model: take names of model.named_modules()")
     inside = {id(each) for name in names for each in known[name].parameters()}
     outside = [name for name, each in model.named_parameters() if id(each) not in inside]
     if outside:
-        raise PipelineError(f"parameters outside all blocks would not be trained: {', '.join(outside[:5])}")
+        raise PipelineError(
+            f"parameters outside all blocks would not be trained: {', '.join(outside[:5])}; put their modules into "
+            "blocks"
+        )
     parameters = inspect.signature(known[names[0]].forward).parameters.values()
     own = inspect.signature(model.forward).parameters.values() if blocks is None else parameters
     arguments = tuple(each.name for each in own if each.default is each.empty and each.kind is not each.VAR_KEYWORD)

@@ -53,8 +53,8 @@ def find_units(record: ForwardRecord) -> Units:
     """Untraceable if a module must be one node and cannot be."""
     if record.root.outputs is None:
         raise Untraceable(
-            f"the model returns {record.odd}, which is neither a tensor nor a plain structure of tensors, and no "
-            "stage can hand that on: return what the loss needs only (models of transformers: config.use_cache=False)"
+            f"the model returns {record.odd}, which is neither a tensor nor a plain structure of tensors, which "
+            "no stage can send: return only what the loss needs (models of transformers: config.use_cache=False)"
         )
     view = _View(record)
     view.settle(record.root)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -60,7 +63,7 @@ def refuse_reads_of_statistics(record: ForwardRecord) -> None:
             if module is not part.owner.module and module.training and _is_put_together(record.root.module, ref.name):
                 raise PipelineError(
                     f"forward reads the buffer {ref.name!r} of module {path!r} ({type(module).__name__}) in training, "
-                    "beside the layer itself: a pipeline puts these statistics together when a step ends, and until "
+                    "beside the layer itself: a pipeline combines these statistics when a step ends, and until "
                     "then they are those of the step before. Let forward compute from the activations, or put the "
                     "layer in evaluation mode; PlanOptions(check=False) trains it as it is"
                 )
@@ -77,6 +80,29 @@ def find_writes(record: ForwardRecord) -> set[str]:
     return {name for name in found if not _is_put_together(record.root.module, name)}
 
 
+def are_statistics_put_together(module: nn.Module) -> bool:
+    """Tell whether the engine puts a module's running statistics together over all micro-batches.
+
+    It does for batch normalisation with torch's own forward. A layer with a forward of its own, as one that normalises
+    by its statistics in training too, or by parts of a batch, may do anything with its buffers.
+    """
+    forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
+    own = getattr(forward, "__func__", forward) is _BatchNorm.forward
+    return own and isinstance(module, _BatchNorm) and isinstance(module.running_mean, torch.Tensor)
+
+
+def only_reads_statistics(owner: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call of torch's batch or instance normalisation reads running statistics only, though the module
+    whose code it is trains, and is not one that the engine looks after: as in a layer that is frozen by its own code.
+
+    Args:
+        owner: The call of the module whose code it is.
+        args: The arguments of the function, whose sixth says whether it takes the statistics of what it is given.
+        kwargs: The same by name.
+    """
+    takes = kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))
+    return owner.training and takes is False and not are_statistics_put_together(owner.module)
+
+
 def _is_put_together(model: nn.Module, name: str) -> bool:
-    module = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(module, _BatchNorm) and isinstance(module.running_mean, torch.Tensor)
+    return are_statistics_put_together(model.get_submodule(name.rpartition(".")[0]))

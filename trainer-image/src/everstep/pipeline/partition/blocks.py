@@ -28,10 +28,12 @@ class Block:
 
     @property
     def work(self) -> float:
+        """Return the seconds of a forward and a backward."""
         return self.forward + self.input_grad + self.weight_grad
 
     @property
-    def free(self) -> bool:
+    def is_free(self) -> bool:
+        """Return whether it takes neither time nor memory."""
         return not (self.work or self.activation or self.parameters or self.shared)
 
 
@@ -55,6 +57,7 @@ class Blocks:
 
     @cached_property
     def before(self) -> list[set[int]]:
+        """Return for each block the blocks whose values it uses."""
         found: list[set[int]] = [set() for _ in self.blocks]
         for value in self.values:
             for consumer in value.consumers:
@@ -63,6 +66,7 @@ class Blocks:
 
     @cached_property
     def after(self) -> list[set[int]]:
+        """Return for each block the blocks that use its values."""
         found: list[set[int]] = [set() for _ in self.blocks]
         for value in self.values:
             found[value.producer].update(value.consumers)
@@ -70,23 +74,25 @@ class Blocks:
 
 
 def contract_graph(graph: Graph) -> Blocks:
-    """Blocks of a graph: colocated nodes together, with all that lies on a way between them.
+    """Return the blocks of a graph: colocated nodes together, with all nodes on a path between them.
 
     A node that costs nothing stays with what its only value comes from, or goes to, where that makes no cut dearer: it
     is never a stage of its own.
     """
-    merged = _Union(len(graph.nodes))
+    merged = _UnionFind(len(graph.nodes))
     words: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
         if node.colocate:
             merged.join(words.setdefault(node.colocate, index), index)
     _merge_cycles(graph, merged)
-    while _merge_free(blocks := _build_blocks(graph, merged), graph, merged):
+    while _merge_free_blocks(blocks := _build_blocks(graph, merged), graph, merged):
         pass
     return blocks
 
 
-class _Union:
+class _UnionFind:
+    """A partition of the numbers below `count` into sets that can be joined."""
+
     def __init__(self, count: int) -> None:
         self._parent = list(range(count))
 
@@ -101,8 +107,8 @@ class _Union:
         self._parent[high] = low
 
 
-def _merge_cycles(graph: Graph, merged: _Union) -> None:
-    """Groups that depend on each other are one: strongly connected components, by Tarjan's algorithm."""
+def _merge_cycles(graph: Graph, merged: _UnionFind) -> None:
+    """Merge groups that depend on each other: strongly connected components, by Tarjan's algorithm."""
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     after: dict[int, set[int]] = {merged.find(index): set() for index in range(len(graph.nodes))}
     for index, node in enumerate(graph.nodes):
@@ -141,7 +147,7 @@ def _merge_cycles(graph: Graph, merged: _Union) -> None:
                     open_.discard(here)
 
 
-def _build_blocks(graph: Graph, merged: _Union) -> Blocks:
+def _build_blocks(graph: Graph, merged: _UnionFind) -> Blocks:
     members: dict[int, list[int]] = {}
     for index in range(len(graph.nodes)):
         members.setdefault(merged.find(index), []).append(index)
@@ -188,7 +194,7 @@ def _make_block(nodes: Sequence[GraphNode], shared: dict[str, int]) -> Block:
 
 
 def sort_topologically(before: dict[int, set[int]]) -> list[int]:
-    """The keys, each after those in its set; among those that are ready, the lowest first."""
+    """Return the keys, each after those in its set; among those that are ready, the lowest first."""
     after: dict[int, list[int]] = {key: [] for key in before}
     missing = {key: len(found) for key, found in before.items()}
     for key, found in before.items():
@@ -206,7 +212,7 @@ def sort_topologically(before: dict[int, set[int]]) -> list[int]:
     return order
 
 
-def _merge_free(blocks: Blocks, graph: Graph, merged: _Union) -> bool:
+def _merge_free_blocks(blocks: Blocks, graph: Graph, merged: _UnionFind) -> bool:
     """Join free blocks to a neighbour, and tell whether there was one.
 
     With one value in and one out, of which the smaller is cut wherever either could be: moving the block to the side of
@@ -221,7 +227,7 @@ def _merge_free(blocks: Blocks, graph: Graph, merged: _Union) -> bool:
             incoming[consumer].append(value)
     touched: set[int] = set()
     for index, block in enumerate(blocks.blocks):
-        to = _find_companion(index, incoming[index], outgoing[index]) if block.free else None
+        to = _find_companion(index, incoming[index], outgoing[index]) if block.is_free else None
         if to is not None and not touched & {index, to}:
             touched |= {index, to}
             merged.join(position[block.nodes[0]], position[blocks.blocks[to].nodes[0]])
@@ -235,15 +241,15 @@ def _find_companion(index: int, incoming: Sequence[BlockValue], outgoing: Sequen
     if not incoming:
         return outgoing[0].consumers[0] if alone else None
     source = incoming[0]
-    if not outgoing or (source.consumers == (index,) and _no_dearer(outgoing[0], source)):
+    if not outgoing or (source.consumers == (index,) and _costs_no_more(outgoing[0], source)):
         return source.producer
-    return outgoing[0].consumers[0] if alone and _no_dearer(source, outgoing[0]) else None
+    return outgoing[0].consumers[0] if alone and _costs_no_more(source, outgoing[0]) else None
 
 
-def _no_dearer(first: BlockValue, second: BlockValue) -> bool:
+def _costs_no_more(first: BlockValue, second: BlockValue) -> bool:
     return first.size <= second.size and first.gradient <= second.gradient
 
 
-def spread_stages(blocks: Blocks, stages: Iterable[int]) -> dict[str, int]:
-    """The stage of each node, from that of each block."""
+def assign_nodes(blocks: Blocks, stages: Iterable[int]) -> dict[str, int]:
+    """Return the stage of each node, from that of each block."""
     return {name: stage for block, stage in zip(blocks.blocks, stages, strict=True) for name in block.nodes}

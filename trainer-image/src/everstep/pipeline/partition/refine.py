@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from everstep.pipeline.graph import Device, Graph, Links, stage_graph
-from everstep.pipeline.partition.blocks import spread_stages
+from everstep.pipeline.partition.blocks import assign_nodes
 from everstep.pipeline.partition.problem import Judged, PartitionProblem
 from everstep.pipeline.schedules import Result, Schedule, simulate_schedule
 
@@ -71,7 +71,7 @@ class Referee:
 
     def _held(self, split: Split) -> tuple[Result, list[int]]:
         """Return what the simulator says, and the bytes of each rank."""
-        graph = stage_graph(self._graph, spread_stages(self.problem.blocks, split))
+        graph = stage_graph(self._graph, assign_nodes(self.problem.blocks, split))
         self._left -= self._each + 2 * len(graph.edges) * self._schedule.microbatches
         result = simulate_schedule(self._schedule, graph, self._devices, self._links)
         held = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]

@@ -10,7 +10,7 @@ from math import inf
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Graph, Links
 from everstep.pipeline.partition import certificate
-from everstep.pipeline.partition.blocks import Blocks, contract_graph, spread_stages
+from everstep.pipeline.partition.blocks import Blocks, assign_nodes, contract_graph
 from everstep.pipeline.partition.limit import LowerBound
 from everstep.pipeline.partition.narrow import bound_stage_work, by_work, cuts_of, find_near_downsets
 from everstep.pipeline.partition.orders import list_orders
@@ -92,7 +92,7 @@ def partition_graph(
         seen = referee.see(stages_)
         candidates.append(
             SplitCandidate(
-                spread_stages(problem.blocks, stages_),
+                assign_nodes(problem.blocks, stages_),
                 problem.judge(stages_).seconds,
                 seen.seconds,
                 int(seen.peak),

@@ -84,7 +84,7 @@ class _Rank:
             return ScheduleViolation(f"the {message} is never sent", self.rank)
         for message, position in self.received.items():
             if message not in self.used:
-                return ScheduleViolation(f"nobody here uses the {message}", self.rank, position)
+                return ScheduleViolation(f"no stage of this rank uses the {message}", self.rank, position)
         for name, owners in self.ties.items():
             if owners and name not in self.tied:
                 return ScheduleViolation(f"{Action(ActionKind.TIE, owners[0], value=name)} is missing", self.rank)

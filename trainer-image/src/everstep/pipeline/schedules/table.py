@@ -1,6 +1,7 @@
 """The schedules that have names, one row for each: `make_schedule`, the advisor, the API of jobs and the docs read it.
 
-A new schedule is a file with its generator, and a row here.
+A new schedule is a file with its generator, and a row here; `make generate` then writes it into the CRDs and into
+`docs/reference/schedules.md`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class NamedSchedule:
 
     Attributes:
         name: The name in plans, jobs and calls.
+        about: What it does, in sentences for its page.
+        example: Stages, ranks and micro-batches of the timeline on its page.
         chunks: The number of stages on each rank that it is for; None for any.
         placement: A function of (ranks, chunks) that returns the rank of each stage.
         generate: A function of (rank, ranks, chunks, microbatches) that returns the computations of a rank.
@@ -49,6 +52,8 @@ class NamedSchedule:
     """
 
     name: str
+    about: str
+    example: tuple[int, int, int]
     chunks: int | None
     placement: Callable[[int, int], tuple[int, ...]]
     generate: Generate
@@ -68,28 +73,73 @@ _ZERO_BUBBLE: Generate = partial(generate_looped, zero_bubble=True)
 
 SCHEDULES = (
     NamedSchedule(
-        "simple", None, place_round, generate_gpipe, bubble="(p − 1) (F + B + W) / v", held="m", alias="gpipe"
+        "simple",
+        "All forwards run first, then all backwards. Each rank holds every micro-batch until its backward.",
+        example=(4, 4, 6),
+        chunks=None,
+        placement=place_round,
+        generate=generate_gpipe,
+        bubble="(p − 1) (F + B + W) / v",
+        held="m",
+        alias="gpipe",
     ),
     NamedSchedule(
-        "1f1b", 1, place_round, _ONE_F_ONE_B, bubble="(p − 1) (F + B + W)", held="min(p, m)", instead="interleaved"
+        "1f1b",
+        "After a warm-up, forwards and backwards alternate. The bubble is that of `simple`, but rank r holds at most "
+        "p − r micro-batches, however many there are.",
+        example=(4, 4, 6),
+        chunks=1,
+        placement=place_round,
+        generate=_ONE_F_ONE_B,
+        bubble="(p − 1) (F + B + W)",
+        held="min(p, m)",
+        instead="interleaved",
     ),
     NamedSchedule(
         "interleaved",
-        None,
-        place_round,
-        _ONE_F_ONE_B,
+        "1F1B with v stages on each rank: a v-th of the bubble, v times the messages and somewhat more memory.",
+        example=(8, 4, 4),
+        chunks=None,
+        placement=place_round,
+        generate=_ONE_F_ONE_B,
         bubble="(p − 1) (F + B + W) / v",
         held="p + (p − 1) / v",
         plain="1f1b",
     ),
     NamedSchedule(
-        "zb-h1", 1, place_round, _ZERO_BUBBLE, bubble="(p − 1) (F + B − W)", held="p", instead="zb-interleaved or zb-v"
+        "zb-h1",
+        "Each backward is split. Weight gradients, for which no other rank waits, fill the bubble at the end.",
+        example=(4, 4, 6),
+        chunks=1,
+        placement=place_round,
+        generate=_ZERO_BUBBLE,
+        bubble="(p − 1) (F + B − W)",
+        held="p",
+        instead="zb-interleaved or zb-v",
     ),
     NamedSchedule(
-        "zb-interleaved", None, place_round, _ZERO_BUBBLE, bubble="(p − 1) (F + B − W) / v", held="p", plain="zb-h1"
+        "zb-interleaved",
+        "`zb-h1` with v stages on each rank.",
+        example=(8, 4, 4),
+        chunks=None,
+        placement=place_round,
+        generate=_ZERO_BUBBLE,
+        bubble="(p − 1) (F + B − W) / v",
+        held="p",
+        plain="zb-h1",
     ),
     NamedSchedule(
-        "zb-v", 2, place_down_and_up, generate_vshape, bubble="(p − 1) F / 2 if F = B = W", held="p", instead="zb-h1"
+        "zb-v",
+        "Two stages on each rank: the first half of the stages goes down the ranks and the second half up again, so "
+        "that the loss is computed on the rank that reads the input. With F = B = W and at least 2p − 1 micro-batches, "
+        "a rank is idle only before its first action and after its last.",
+        example=(6, 3, 6),
+        chunks=2,
+        placement=place_down_and_up,
+        generate=generate_vshape,
+        bubble="(p − 1) F / 2 if F = B = W",
+        held="p",
+        instead="zb-h1",
     ),
 )
 NAMES = tuple(each.name for each in SCHEDULES)

@@ -39,6 +39,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     gradient: bool = False
+    strides: tuple[int, ...] | None = None  # None if it is contiguous
 
 
 class Work(Protocol):

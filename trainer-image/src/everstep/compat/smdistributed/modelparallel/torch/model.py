@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from everstep.compat.smdistributed.modelparallel.torch.body import StepBody, current_body
 from everstep.compat.smdistributed.modelparallel.torch.comm import CommGroup, allgather
 from everstep.compat.smdistributed.modelparallel.torch.recompute import list_marked_modules
 from everstep.compat.smdistributed.modelparallel.torch.refused import NotOfferedName
 from everstep.compat.smdistributed.modelparallel.torch.state import SmpState, current_state
+from everstep.compat.smdistributed.modelparallel.torch.step_body import StepBody, get_current_body
 from everstep.pipeline.engine.microbatch import Parts
 from everstep.pipeline.engine.nested import map_tensors
 from everstep.pipeline.frontend.arguments import Arguments
@@ -81,17 +81,17 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, in a function with @smp.step only."""
-        now = current_body()
+        now = get_current_body()
         if now is None:
             raise RuntimeError("the model is called outside of a function with @smp.step: its stages are elsewhere")
-        return now.model_called(args, kwargs)
+        return now.pause_for_output(args, kwargs)
 
     def backward(self, loss: Any, grads: Any = None) -> None:
         """Take the place of loss.backward(), in a function with @smp.step only."""
-        now = current_body()
+        now = get_current_body()
         if now is None:
             raise RuntimeError("model.backward is called outside of a function with @smp.step")
-        now.backward_called(loss, grads)
+        now.note_backward(loss, grads)
 
     def get_module(self) -> nn.Module:
         """Return the module that is wrapped."""
@@ -130,8 +130,8 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
     def _loss(self, output: Any, numbers: Any) -> Any:
         """Return the loss: in the engine the function goes on, and says what is differentiated."""
         index = int(numbers[0])
-        if self._bodies[index].over:
-            self._bodies[index] = self._bodies[index].again()
+        if self._bodies[index].is_finished:
+            self._bodies[index] = self._bodies[index].rerun()
         now = self._bodies[index]
         now.resume(self._cast_output(output))
         if now.loss is None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from everstep.compat.smdistributed.modelparallel.torch.body import StepBody
 from everstep.compat.smdistributed.modelparallel.torch.comm import pack_object, unpack_object
 from everstep.compat.smdistributed.modelparallel.torch.output import StepOutput, gather_outputs
 from everstep.compat.smdistributed.modelparallel.torch.slicing import slice_argument
 from everstep.compat.smdistributed.modelparallel.torch.state import SmpState, current_state
+from everstep.compat.smdistributed.modelparallel.torch.step_body import StepBody
 
 __all__ = ["StepOutput", "step"]
 

@@ -1,4 +1,4 @@
-"""One run of a step function for one micro-batch, which stands still where it calls the model.
+"""Runs a step function for one micro-batch, and pauses it where it calls the model.
 
 The pipeline needs what the model is called with before the first forward, and goes on with the function once the
 model's output is there: the function runs in a thread of its own, and exactly one of the two runs at any time.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-_here = threading.local()
+_thread_state = threading.local()
 
 
 class _BodyUnwound(BaseException):
@@ -22,8 +22,8 @@ class _BodyUnwound(BaseException):
 
 
 class StepBody:
-    """One run of a function. `run` it until the model is called: then `arguments` are what with. `resume` with its
-    output runs the rest."""
+    """One run of a function. `run` it until it calls the model: `arguments` are then those of the call. `resume` with
+    the model's output runs the rest."""
 
     def __init__(
         self,
@@ -43,43 +43,44 @@ class StepBody:
         self._thread = threading.Thread(target=self._main, daemon=True, name="step function")
 
     def run(self) -> None:
-        """Run until the function calls the model, or returns. Its errors come out here."""
+        """Run until the function calls the model, or returns. An error of the function is raised here."""
         self._around = self._around or _capture_thread_state()
         self._context = contextvars.copy_context()
         self._thread.start()
         self._wait()
 
     def resume(self, output: Any) -> None:
-        """Run to the function's end. Its errors come out here."""
+        """Run to the function's end. An error of the function is raised here."""
         self._output = output
         self._go.release()
         self._wait()
         self._thread.join()
 
-    def again(self) -> StepBody:
-        """Return another run of the same, to the model: of a stage that does its forward once more the loss is done
-        again."""
+    def rerun(self) -> StepBody:
+        """Return another run of the same function, up to its call of the model: recomputation of a stage repeats the
+        loss too."""
         fresh = StepBody(self._function, self._training, self._around)
         fresh.run()
         return fresh
 
     @property
-    def over(self) -> bool:
-        """Return whether it came to its end."""
+    def is_finished(self) -> bool:
+        """Return whether the function has returned or raised."""
         return not self._thread.is_alive()
 
     def end(self) -> None:
-        """Unwind it, if it stands."""
+        """Unwind the function, if it is paused."""
         if self._thread.is_alive():
             self._ended = True
             self._go.release()
             self._thread.join()
 
-    def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stand still, in the thread, until the output is there."""
+    def pause_for_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pause the thread of the function until `resume` gives it the model's output; return that."""
         if self.arguments is not None:
             raise RuntimeError(
-                "the step function calls the model twice: it may once for each micro-batch; make one model of both"
+                "the step function calls the model twice for one micro-batch, and may call it once: combine both "
+                "calls in one module"
             )
         self.arguments = args, kwargs
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
@@ -91,8 +92,8 @@ class StepBody:
             raise _BodyUnwound
         return self._output
 
-    def backward_called(self, loss: Any, gradients: Any) -> None:
-        """Note, in the thread, what is differentiated."""
+    def note_backward(self, loss: Any, gradients: Any) -> None:
+        """Store, in the thread of the function, the loss that is differentiated."""
         if not self._training:
             raise RuntimeError(
                 "model.backward was called in an evaluation, which a step function is under torch.no_grad(), or if "
@@ -100,7 +101,8 @@ class StepBody:
             )
         if self.loss is not None:
             raise RuntimeError(
-                "the step function calls model.backward twice: it may once for each micro-batch; add the losses up"
+                "the step function calls model.backward twice for one micro-batch, and may call it once: add the "
+                "losses up first"
             )
         self.loss = _weigh_outputs(loss, gradients)
 
@@ -110,7 +112,7 @@ class StepBody:
             raise self._error
 
     def _main(self) -> None:
-        _here.body = self
+        _thread_state.body = self
         try:
             assert self._around is not None
             with self._around():
@@ -138,13 +140,13 @@ def _weigh_outputs(tensors: Any, gradients: Any) -> Any:
 
 
 def _capture_thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Capture what torch keeps for each thread, as it is where this is called; another thread enters it."""
+    """Capture the state that torch keeps for each thread; return a context in which another thread has it."""
     gradients = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
 
     @contextlib.contextmanager
-    def entered() -> Iterator[None]:
+    def restore_thread_state() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if device is not None:
                 stack.enter_context(torch.cuda.device(device))
@@ -154,9 +156,9 @@ def _capture_thread_state() -> Callable[[], contextlib.AbstractContextManager[No
             stack.enter_context(torch.set_grad_enabled(gradients))
             yield
 
-    return entered
+    return restore_thread_state
 
 
-def current_body() -> StepBody | None:
-    """Return the body of the thread that asks; None outside of step functions."""
-    return getattr(_here, "body", None)
+def get_current_body() -> StepBody | None:
+    """Return the step body that this thread runs; None outside of step functions."""
+    return getattr(_thread_state, "body", None)

@@ -16,7 +16,7 @@ NEEDS = "needs"
 
 
 def read_needs(values: Mapping[str, object]) -> tuple[Key, ...]:
-    """Return what a checkpoint with these values needs; nothing where that cannot be read."""
+    """Return the keys that a checkpoint with these values needs; none where they cannot be read."""
     packed = values.get(FOLDER)
     try:
         described = dict(packed["dict"]) if isinstance(packed, dict) else {}
@@ -25,8 +25,8 @@ def read_needs(values: Mapping[str, object]) -> tuple[Key, ...]:
         return ()
 
 
-def find_needed(keys: Iterable[Key], needs: Callable[[Key], Iterable[Key]]) -> set[Key]:
-    """Return what these checkpoints need, and what that needs."""
+def find_needed_checkpoints(keys: Iterable[Key], needs: Callable[[Key], Iterable[Key]]) -> set[Key]:
+    """Return the checkpoints that these need, and those that these need in turn."""
     found: set[Key] = set()
     unseen = set(keys)
     while unseen:

@@ -1,0 +1,122 @@
+"""A tensor lies in memory at its receiver as it does at its sender, so that the same operations copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
+from everstep.pipeline.engine.strides import describe_strides, lay_out  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+BLOCK = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5).double()
+X = torch.linspace(-1.0, 1.0, 64, dtype=torch.float64).view(8, 8)
+SHAPES = {
+    "contiguous": BLOCK,
+    "transposed": BLOCK.transpose(1, 2),
+    "permuted": BLOCK.permute(3, 0, 2, 1),
+    "a slice of the first dimension": BLOCK[:, :2],
+    "a slice of the last": BLOCK[..., 1:3],
+    "every second": BLOCK[..., ::2],
+    "one of a dimension": BLOCK[:, 0],
+    "the last column": BLOCK[..., -1],
+    "expanded": BLOCK[:, :1].expand(2, 3, 4, 5),
+    "a part, transposed": BLOCK[:, :, 1:3].transpose(1, 3),
+    "one number": BLOCK[:1, :1, :1, :1].transpose(0, 3),
+    "none": BLOCK[:0].transpose(1, 2),
+}
+
+
+def _views(tensor: Any) -> list[bool]:
+    """Tell whether it is contiguous, and of each way to put neighbouring dimensions together whether it is a view."""
+    found = [tensor.is_contiguous(), tensor.flatten().data_ptr() == tensor.data_ptr()]
+    for first in range(tensor.dim()):
+        for last in range(first + 1, tensor.dim()):
+            found.append(tensor.flatten(first, last).data_ptr() == tensor.data_ptr())
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_a_view_of_a_tensor_is_a_view_of_what_others_get_and_its_gaps_are_small(name: str) -> None:
+    tensor = SHAPES[name]
+    made = lay_out(tensor.contiguous(), describe_strides(tensor))
+    assert torch.equal(made, tensor)
+    assert _views(made) == _views(tensor)
+    assert (
+        tensor.is_contiguous() or made.untyped_storage().nbytes() <= 3 * max(tensor.numel(), 1) * tensor.element_size()
+    )
+
+
+def test_elements_that_are_one_in_memory_are_sent_as_a_block() -> None:
+    assert describe_strides(torch.arange(6.0).as_strided((4, 3), (1, 1))) is None
+
+
+class InPlace(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Changes what `contiguous` gives: a copy of a transposed tensor, whichever stage made that."""
+
+    def __init__(self, *, learns: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.one.requires_grad_(learns)
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        parts = self.one(x).view(-1, 2, 4).transpose(1, 2)
+        doubled = parts.contiguous().mul_(2.0)
+        return self.two((doubled + parts).flatten(1))
+
+
+def _squares(output: Any, targets: Any) -> Any:
+    return (output - targets[:, :3]).square().mean()
+
+
+def _train(rank: int) -> list[tuple[float, float, dict[str, Any]]]:
+    found = []
+    for learns in (True, False):
+        with pipeline(
+            InPlace(learns=learns),
+            X,
+            _squares,
+            microbatches=4,
+            plan=PlanOptions(stage_of={"one": 0, ":transpose": 0, ":contiguous": 1, "two": 1}, costs="counted"),
+            engine=EngineOptions(heartbeat=None),
+        ) as run:
+            loss, again = run.step(X, X).loss, run.evaluate(X, X).loss
+            grads = {name: each.grad.clone() for name, each in run.named_parameters() if each.grad is not None}
+            found.append((loss, again, grads))
+    return found
+
+
+def test_a_change_in_place_of_a_copy_does_not_reach_what_another_stage_has_sent() -> None:
+    said = ranks.run(2, _train)
+    for place, learns in enumerate((True, False)):
+        model = InPlace(learns=learns)
+        loss = _squares(model(X), X)
+        loss.backward()
+        for one in said:
+            assert one[place][:2] == pytest.approx((float(loss), float(loss)))
+            for name, each in one[place][2].items():
+                torch.testing.assert_close(each, model.get_parameter(name).grad)
+
+
+def test_who_asks_for_strides_is_with_who_made_the_tensor() -> None:
+    class Strided(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Any) -> Any:
+            parts = self.one(x).view(-1, 2, 4).transpose(1, 2)
+            return self.two(parts.as_strided((x.shape[0], 4, 2), parts.stride()).flatten(1))
+
+    nodes = {node.name: node.colocate for node in trace_model(Strided(), X.float()).graph.nodes}
+    assert nodes[":as_strided"] == nodes["one"] == nodes[":transpose"] == "one"

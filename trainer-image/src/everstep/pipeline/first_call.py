@@ -1,0 +1,65 @@
+"""A model is called once before it is traced: code that keeps tables beside its modules makes them with data.
+
+A trace runs a model on tensors without data. What modules keep of that is undone; what functions keep
+(functools.cache), or dictionaries of a class or a file, is not: it would be without data ever after.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.engine.script_draws import ScriptDraws
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.autocast import casting_to
+from everstep.pipeline.frontend.check import as_before
+from everstep.pipeline.frontend.trace import attributes_kept
+
+_log = logging.getLogger("everstep.pipeline")
+_SAMPLES = 2
+
+
+def call_once(
+    model: nn.Module, inputs: Mapping[str, Any], whole: Collection[str], autocast: torch.dtype | None
+) -> None:
+    """Call a model in training and in evaluation, on two samples; nothing of it is another afterwards.
+
+    Args:
+        model: The model; it is not called where it has no weights here.
+        inputs: The example by the names of arguments.
+        whole: The arguments without samples.
+        autocast: The type to which steps cast.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs))]
+    samples = batch_size(dict(inputs), frozenset(whole))
+    if any(each.device.type == "meta" for each in tensors) or not samples or not Arguments(model).fits(inputs):
+        return
+    device, draws = tensors[0].device, ScriptDraws(model)
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, copy=True)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return copy(tensor[:_SAMPLES] if tensor.dim() and len(tensor) == samples else tensor)
+
+    flags = {each: each.training for each in model.modules()}
+    try:
+        with as_before(model), attributes_kept(model), draws.at(draws.get_state()), torch.no_grad():
+            for mode in (model.training, not model.training):
+                if mode != model.training:
+                    for each in flags:  # not by `train`: one of a model's own may do more
+                        each.training = mode
+                with casting_to(autocast, device.type):
+                    given = {name: map_tensors(each, copy if name in whole else take) for name, each in inputs.items()}
+                    Arguments(model).call(model, given)
+    except Exception as error:
+        _log.info("the model was not called before it was traced: %s: %s", type(error).__name__, error)
+    finally:
+        for each, flag in flags.items():
+            each.training = flag
