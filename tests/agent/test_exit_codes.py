@@ -26,7 +26,7 @@ def test_an_exit_code_that_is_ignored_uses_nothing_of_the_allowance_but_is_slowe
 
 
 def test_an_exit_code_that_is_ignored_is_slowed_down_where_pauses_are_disabled_too() -> None:
-    """What no budget pays would fill the generation history, and push out what is paid."""
+    """Restarts that no budget pays would fill the generation history, and push out those that one does."""
     bench = running(application_restarts=0, exit_code_actions=ACTIONS, max_backoff=0.0).fail(0, 0, 75).clean()
     bench.run().fail(0, 0, 75).clean()
     assert bench.later(0.9).phase == "backoff"

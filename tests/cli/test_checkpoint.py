@@ -315,7 +315,7 @@ def test_a_store_that_is_unavailable_for_a_moment_is_waited_for(
 def test_a_store_that_another_job_has_used_is_refused_before_the_program_starts(
     everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: str, why: str
 ) -> None:
-    """Of an earlier attempt nothing that is published would ever be restored; of the same one, it would be mixed."""
+    """Nothing of an earlier attempt would ever be restored; what has the same one would be mixed."""
     command = ("checkpoint", "restore", "store", "back", "--if-any", "--if-empty", "--resume")
 
     def begin(job: str, epoch: str) -> Done:
