@@ -84,7 +84,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured, and its target in the unit."""
+    """A measurement, and its target in the unit."""
 
     target: float
     measure: Callable[[Site], float]
