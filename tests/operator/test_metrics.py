@@ -1,4 +1,4 @@
-"""What a status says anew is counted once, when it is stored."""
+"""News of a status is counted once, when the status is stored."""
 
 from __future__ import annotations
 
