@@ -120,6 +120,7 @@ class Writer:
             writer.close()
 
     async def _verb(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> Any:
+        self._membership.introduce(writer, said.get("process", ""))
         if said["verb"] == "hello":
             return await self._hello(writer, said)
         if said["verb"] == "occupants":  # for who only reads, and takes part in nothing
@@ -400,7 +401,7 @@ class Writer:
             return False
         if self._memory.found_no_room and self._memory.is_empty():
             return self._remove_slots()  # the ranks were told, and left
-        # Who started this process needs a moment to connect, however short the linger is.
+        # The first rank needs a moment to connect.
         linger = self._linger if self._config is not None else max(self._linger, control.START_TIMEOUT)
         if time.monotonic() - max(self._idle_since, self._storing.quiet_since) < linger:
             return False
