@@ -35,7 +35,7 @@ WAITS = {
         "pass",
     ),
     "a step waits for the copy": ("training.wait_event(event)", "pass"),
-    "a step is heard of": ("steps.call_before_each(self.before_change)", "pass"),
+    "a step is heard of": ("steps.call_before_each(self.wait_for_copy)", "pass"),
     "statistics are copied before training goes on": ("if is_steady else", "if True else"),
     "done when all devices are": ("if not all(event.query()", "if not any(event.query()"),
     "an event for each device": (

@@ -294,7 +294,7 @@ def test_a_change_within_a_capture_puts_no_wait_into_the_graph(cuda: Runtime) ->
     with cuda.on_stream(Stream("cuda:0")):
         captured = Graph()
         captured.capture_begin()
-        staging.before_change()
+        staging.wait_for_copy()
         captured.capture_end()
     assert not captured.works
     assert not known(optimizer)
@@ -452,7 +452,7 @@ def test_a_forked_child_asks_nothing_of_its_parents_gpu(cuda: Runtime) -> None:
         try:
             cuda.fails = {"query": 0, "copy": 0}
             calls = len(cuda.cudart.calls)
-            staging.before_change()
+            staging.wait_for_copy()
             staging.close()
             code = 0 if len(cuda.cudart.calls) == calls else 2
         finally:

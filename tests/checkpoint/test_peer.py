@@ -263,7 +263,7 @@ def test_a_copy_that_fails_is_told_and_the_save_is_stored_all_the_same(site: Sit
     first, second = site.pair()
     os.kill(second.pid, signal.SIGKILL)
     first.save(key(10))
-    assert "cannot be reached" in first.report("uncopied")["why"]
+    assert "cannot be reached" in first.report("copy_failed")["why"]
     until(partial(is_stored, first.slots[0]), "its part is in the store")
 
 

@@ -221,7 +221,7 @@ def other_world(rank: int, store: Path, memory: Path) -> tuple[Any, ...]:
     made = model(-1)
     torch.manual_seed(rank)
     restored = ranks.restore(store, memory, {"model": made, "rng": PerRank(Rng())})
-    return restored.left, torch.rand(1).item()
+    return restored.not_restored, torch.rand(1).item()
 
 
 def own_numbers(rank: int, store: Path, memory: Path) -> float:
@@ -229,7 +229,7 @@ def own_numbers(rank: int, store: Path, memory: Path) -> float:
     save_both(store)
     expected: float = torch.rand(1).item()
     restored = ranks.restore(store, memory, {"model": model(-1), "rng": PerRank(Rng())})
-    assert restored.left == ()
+    assert restored.not_restored == ()
     assert torch.rand(1).item() == expected
     return expected
 

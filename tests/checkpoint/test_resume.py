@@ -35,7 +35,7 @@ def test_another_number_of_ranks_keeps_the_sequence_of_samples(world: int, tmp_p
     ranks.run(2, train_and_die, tmp_path / "store", tmp_path / "memory", "ddp", dies=[0, 1])
     kind = "ddp" if world > 1 else "plain"
     resumed = ranks.run(world, train, tmp_path / "store", tmp_path / "memory", kind, 60)
-    assert all((rank["start"].step, rank["start"].left) == (50, ("rng",)) for rank in resumed)
+    assert all((rank["start"].step, rank["start"].not_restored) == (50, ("rng",)) for rank in resumed)
     for step in range(50, 60):
         together = [index for rank in resumed for index in rank["seen"][step]]
         assert len(together) == BATCH

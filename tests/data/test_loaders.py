@@ -136,7 +136,7 @@ def test_a_stateful_loader_goes_on_with_the_state_of_its_workers(workers: int, t
     ranks.save(PosixStore(tmp_path), KEY, {"sampler": sampler, "loader": everstep.PerRank(loader)})
     sampler, loader = make()
     objects = {"sampler": sampler, "loader": everstep.PerRank(loader)}
-    assert ranks.restore(tmp_path, tmp_path / "memory", objects).left == ()
+    assert ranks.restore(tmp_path, tmp_path / "memory", objects).not_restored == ()
     assert first + trained(loader, 5) == expected
 
 
@@ -177,7 +177,7 @@ def test_at_another_number_of_ranks_the_sampler_goes_on_and_the_loader_begins_th
     ranks.run(2, save_after_five_steps, tmp_path / "store")
     sampler, loader = stateful(batch)
     restored = ranks.restore(tmp_path / "store", tmp_path, {"sampler": sampler, "loader": everstep.PerRank(loader)})
-    assert restored.left == ("loader",)
+    assert restored.not_restored == ("loader",)
     order = Sampler(100, global_batch=1)
     expected = [order.batch(step)[0] for step in range(20, 20 + 3 * batch)]
     assert flat(indices(trained(loader, 3))) == expected

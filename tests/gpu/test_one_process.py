@@ -177,7 +177,7 @@ def test_every_kind_of_tensor_is_copied_bit_for_bit(kind: str, is_steady: bool) 
         staging, target = choose_staging([source]), torch.zeros(source.shape, dtype=source.dtype)
         staging.copy([target], [source], [is_steady])
         if is_steady:
-            staging.before_change()
+            staging.wait_for_copy()
         assert staging.wait_until_copied(60)
         assert torch.equal(target, meant)
         staging.close()

@@ -13,7 +13,7 @@ from everstep.progress import report_checkpoint
 
 _log = logging.getLogger("everstep.checkpoint")
 
-EVENTS = ("saved", "restored", "fell_back", "stalled", "failed", "uncopied", "skipped")
+EVENTS = ("saved", "restored", "fell_back", "stalled", "failed", "copy_failed", "skipped")
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def load_into(
             manifest.key,
             "store",
             values=values,
-            left=tuple(filling.left),
+            not_restored=tuple(filling.not_restored),
             missing=tuple(filling.missing),
             unexpected=tuple(filling.unexpected),
             metadata=read_metadata(manifest.values),

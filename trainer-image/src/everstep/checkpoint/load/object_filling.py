@@ -39,7 +39,7 @@ class ObjectFilling:
         self._manifest = manifest
         self._kinds: list[tuple[ObjectKind, Saved]] = []
         self._tensors: dict[str, torch.Tensor] = {}
-        self.left: list[str] = []
+        self.not_restored: list[str] = []
         self.missing: list[str] = []
         problems: list[str] = []
         everything = Saved.of(manifest, allow_pickle=allow_pickle, casts=casts)
@@ -47,7 +47,7 @@ class ObjectFilling:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         for kind in bind_kinds(objects, rank=rank):
             if kind.prefix.startswith(f"{RANK}."):
-                self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
+                self.not_restored.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
                 continue
             saved = everything.below(kind.prefix)
             if not saved:

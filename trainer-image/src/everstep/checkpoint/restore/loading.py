@@ -43,8 +43,8 @@ class Loading:
         problems: Why the checkpoint does not fit the objects.
         wanted: Names of the tensors that this rank takes.
         missing: Names that are here and not in the checkpoint, which are no problems unless the restore is strict.
-        left: Names of objects that stay as they are, because they are each rank's own and the number of ranks is
-            another.
+        not_restored: Names of objects that stay as they are, because they are each rank's own and the number of ranks
+            is another.
         defaults: After apply(), keys of dictionaries that kept their values, because the checkpoint does not have them,
             and scalers that it has no state of.
     """
@@ -62,18 +62,18 @@ class Loading:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._cast: dict[str, torch.Tensor] = {}  # tensors of the objects that are of another type than what is read
-        self.left: list[str] = []
+        self.not_restored: list[str] = []
         self.defaults: list[str] = []
         self._saved: list[tuple[ObjectKind, Saved]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         everything = Saved.of(manifest, allow_pickle=options.allow_pickle, casts=options.casts)
         for kind in bind_kinds(objects, rank=rank):
             if world != manifest.world and kind.prefix.startswith(f"{RANK}."):
-                self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
+                self.not_restored.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
                 continue
             saved = everything.below(kind.prefix)
             if not saved and kind.prefix.removeprefix(f"{RANK}.{rank}.") in options.optional:
-                self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
+                self.not_restored.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
                 continue
             if not saved and not (kind.exclusive and options.is_strict):
                 self.problems.append(Absent.of_object(kind.prefix))

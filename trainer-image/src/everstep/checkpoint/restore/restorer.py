@@ -77,7 +77,7 @@ class Restored:
         key: Its checkpoint; None for a fresh start.
         tier: "memory", "peer" (other nodes' memory) or "store", the farthest that bytes came from.
         fell_back: Newer checkpoints that are bad, with the reason.
-        left: Names of objects that each rank has its own state of, saved by another number of ranks.
+        not_restored: Names of objects that each rank has its own state of, saved by another number of ranks.
         kept: Keys of dictionaries that the checkpoint does not have, which keep the values that they had; and gradient
             scalers that were disabled when it was saved, and are not now.
         values: Plain values that were given, by name, as they are now.
@@ -92,7 +92,7 @@ class Restored:
     key: Key | None = None
     tier: str = ""
     fell_back: dict[str, str] = field(default_factory=dict)
-    left: tuple[str, ...] = ()
+    not_restored: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
     bytes: int = 0
@@ -227,7 +227,7 @@ class Restorer:
             key.step,
             key,
             found,
-            left=tuple(loading.left),
+            not_restored=tuple(loading.not_restored),
             kept=tuple(loading.defaults),
             values=loaded,
             missing=tuple(loading.missing),

@@ -44,7 +44,7 @@ class CudaStaging:
         self._steps = steps
         self._process = os.getpid()
         self._is_closed = False
-        steps.call_before_each(self.before_change)
+        steps.call_before_each(self.wait_for_copy)
 
     def adopt(self, memory: torch.Tensor) -> None:
         if self._devices:
@@ -72,7 +72,7 @@ class CudaStaging:
             pair.target.copy_(pair.source)
         self._host.copy([pair.target for pair in pairs.on_host], [pair.source for pair in pairs.on_host])
 
-    def before_change(self) -> None:
+    def wait_for_copy(self) -> None:
         events = self._events
         if not events or os.getpid() != self._process:
             return
@@ -110,7 +110,7 @@ class CudaStaging:
         if self._is_closed:
             return
         self._is_closed = True
-        self._steps.stop_calling(self.before_change)
+        self._steps.stop_calling(self.wait_for_copy)
         self._host.close()
         if os.getpid() != self._process:
             return  # a forked child: neither the copies nor the pinned memory are its own

@@ -245,8 +245,8 @@ class SaveOutcomes:
             self.end(number, {"saved": report})
         elif report["event"] == "saved" and key == self.last and self._leads and self.failure is not None:
             self._tell_saved_at_last(key)
-        elif report["event"] == "uncopied":
-            self._events.emit(CheckpointEvent("uncopied", key, report["why"]))
+        elif report["event"] == "copy_failed":
+            self._events.emit(CheckpointEvent("copy_failed", key, report["why"]))
         elif report["event"] == "untidy":
             _log.warning("retention after %s: %s", key, report["why"])
 

@@ -353,10 +353,10 @@ class Saver:
                 raise CheckpointError(f"{key}: the GPU's copy has not ended after {COPY_TIMEOUT:g} s")
         self._node.call("void", key=str(key), why=why)
 
-    def before_change(self) -> None:
-        """See Staging.before_change."""
+    def wait_for_copy(self) -> None:
+        """See Staging.wait_for_copy."""
         if self._staging is not None:
-            self._staging.before_change()
+            self._staging.wait_for_copy()
 
     def close(self) -> None:
         """Give back what this holds of the slots, also where whoever made it is still referred to."""

@@ -275,13 +275,13 @@ class Checkpointer:
         finally:
             self._noted = {}
 
-    def before_change(self) -> None:
+    def wait_for_copy(self) -> None:
         """To be called before anything but its own step() changes what a `torch.optim.Optimizer` holds.
 
         On a GPU, what is computed next waits until the last save has copied that; it costs nothing otherwise.
         """
         if self._coordinator is not None:
-            self._coordinator.saver.before_change()
+            self._coordinator.saver.wait_for_copy()
 
     def request(self, deadline: float | None = None) -> None:
         """Ask for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler.
@@ -302,8 +302,8 @@ class Checkpointer:
             self._coordinator.wait(timeout)
 
     def on(self, event: str, callback: Callback) -> None:
-        """Calls back with each event of this name: saved, restored, fell_back, stalled, failed, uncopied (a save has no
-        copy in another node's memory). All are logged."""
+        """Calls back with each event of this name: saved, restored, fell_back, stalled, failed, copy_failed (a save has
+        no copy in another node's memory). All are logged."""
         self._events.on(event, callback)
 
     def metrics(self) -> dict[str, float | int | None]:

@@ -28,7 +28,7 @@ class Staging(Protocol):
         """
         ...
 
-    def before_change(self) -> None:
+    def wait_for_copy(self) -> None:
         """Whatever is computed next may change all of the state: it waits for the copy, this process does not."""
         ...
 
@@ -83,7 +83,7 @@ class Host:
         for each in others:
             each.result()
 
-    def before_change(self) -> None:
+    def wait_for_copy(self) -> None:
         pass
 
     def is_copied(self) -> bool:

@@ -349,7 +349,7 @@ class Writer:
 
         def tell() -> None:
             self._idle_since = time.monotonic()
-            self._report({"event": "copied" if why is None else "uncopied", "key": str(key), "why": why or ""})
+            self._report({"event": "copied" if why is None else "copy_failed", "key": str(key), "why": why or ""})
             self._changed.set()
 
         with contextlib.suppress(RuntimeError):  # this process ends
