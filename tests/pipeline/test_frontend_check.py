@@ -76,7 +76,7 @@ def test_the_balance_of_experts_is_taken_over_a_batch() -> None:
     assert find_mixing_nodes(node_modules(found), batch.inputs, found.model) == ["experts.0", "experts.1", "experts.2"]
 
 
-class Clamped(torch.autograd.Function):  # type: ignore[misc]
+class Clamped(torch.autograd.Function):  # type: ignore[misc, name-defined]
     @staticmethod
     def forward(ctx: Any, x: Any, limit: float) -> Any:
         ctx.limit = limit
@@ -87,7 +87,7 @@ class Clamped(torch.autograd.Function):  # type: ignore[misc]
         return gradient.clamp(-ctx.limit, ctx.limit), None
 
 
-class Reversed(torch.autograd.Function):  # type: ignore[misc]
+class Reversed(torch.autograd.Function):  # type: ignore[misc, name-defined]
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
         return x.clone()

@@ -149,7 +149,7 @@ def test_targets_that_are_cut_or_are_of_no_sample_are_taken() -> None:
 
 
 class ByPosition(Model):
-    def forward(self, x: Any, shift: Any = None, /, *more: Any) -> Any:  # type: ignore[override]
+    def forward(self, x: Any, shift: Any = None, /, *more: Any) -> Any:
         return self.two(self.one(x) + (0 if shift is None else shift) + sum(more))
 
 

@@ -17,7 +17,7 @@ from everstep_operator.plan.actions import Action, CreatePods
 from everstep_operator.plan.node_signals import NodeSignal
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import GangView, PodView, Rejection
-from tests.builders import job
+from tests.builders import job, pool
 from tests.plan.world import START, OperatorDied, World
 
 NODES = st.integers(0, 3)
@@ -36,15 +36,21 @@ class Chaos(RuleBasedStateMachine):
     old_pods: dict[str, PodView]
     last: TrainingJobStatus | None
 
-    @initialize(nodes=st.integers(1, 4), plain=st.booleans(), runs=st.booleans(), strict=st.booleans())
-    def start(self, nodes: int, plain: bool, runs: bool, strict: bool) -> None:
+    @initialize(
+        nodes=st.integers(1, 4), plain=st.booleans(), runs=st.booleans(), strict=st.booleans(), pools=st.booleans()
+    )
+    def start(self, nodes: int, plain: bool, runs: bool, strict: bool, pools: bool) -> None:
         # Budgets are not what this is about, and every fault costs one.
         builder = (
             job()
             .nodes(nodes)
             .restart(application=1000, infrastructure=1000, fencing="strict" if strict else "checkpoint")
+            .restart(onExitCodes=[{"codes": [75], "action": "Ignore"}], resetAfter="60s")
         )
+        if pools:  # a stockout of one moves the job to the other, and back
+            builder = builder.spot(wait="60s").spec(checkpoint={"store": "s3://bucket/run"})
         self.world = World((builder.plain() if plain else builder).build())
+        self.world.pools = {name: pool(name).build() for name in ("spot", "on-demand")} if pools else {}
         self.old_pods, self.seen, self.last = {}, 0, None
         if runs:
             self.world.run("Running")
@@ -164,9 +170,16 @@ class Chaos(RuleBasedStateMachine):
 
         self.world.refuse = refuse
 
-    @rule()
-    def fail_rank(self) -> None:
-        self.world.fail_rank()
+    @rule(code=st.sampled_from([1, 75]))
+    def fail_rank(self, code: int) -> None:
+        self.world.fail_rank(code)
+
+    @rule(index=NODES, bad=st.booleans())
+    def suspect_node(self, index: int, bad: bool) -> None:
+        """Jobs have failed on it before, as the record says."""
+        pod = self.world.pods.get(f"digits-{index}")
+        if pod is not None and pod.node is not None:
+            self.world.avoided_nodes = (pod.node,) if bad else ()
 
     @precondition(lambda self: self.world.status.phase is not None and not self.world.status.phase.finished)
     @rule(value=st.booleans())
@@ -227,6 +240,7 @@ class Chaos(RuleBasedStateMachine):
             assert self.plain
             return
         self.world.capacity, self.world.gangs, self.world.refuse = 100, (), lambda _: None
+        self.world.avoided_nodes = ()
         self.world.leader_reachable = True
         self.world.mute.clear()
         self.world.nodes = {name: node for name, node in self.world.nodes.items() if node.gone_since is not None}

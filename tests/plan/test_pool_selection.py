@@ -1,6 +1,8 @@
-"""Pools are tried in order, each for its wait, and only until the job has run."""
+"""Pools are tried in order, each for its wait; a job that has run moves only if its checkpoints outlive its pods."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from everstep_operator.plan.observation import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
@@ -54,6 +56,48 @@ def test_a_job_that_has_run_stays_in_its_pool() -> None:
     made.vanish(1)
     for _ in range(50):
         made.tick(30)
+        made.reconcile()
+    assert chosen(made) == "spot"
+
+
+def test_a_job_that_has_run_moves_when_its_pool_runs_out_if_its_checkpoints_are_elsewhere() -> None:
+    made = World(job().nodes(2).spot(wait="15m").spec(checkpoint={"store": "s3://b/c"}).build(), capacity=2)
+    made.pools = {"spot": pool("spot").build(), "on-demand": pool("on-demand").build()}
+    made.run("Running")
+    made.capacity = 1
+    made.vanish(1)
+    while made.phase == "Running":
+        made.tick(1)
+        made.reconcile()
+    began = made.now
+    while chosen(made) == "spot":
+        assert made.now < began + 960
+        made.tick(10)
+        made.reconcile()
+    assert made.now >= began + 890
+    assert made.status.transitions[-1].reason == "NextPool"
+    assert "'spot' had nodes for 1 of 2 pods" in made.status.conditions[0].message
+    made.capacity = 2
+    made.run("Running")
+    assert {p.template for p in made.pods.values()} == {made.status.template.epoch} if made.status.template else False
+    assert (made.status.restarts.infrastructure, made.status.restarts.application) == (1, 0), "the move costs nothing"
+    made.capacity = 1
+    made.vanish(1)
+    for _ in range(100):
+        made.tick(10)
+        made.reconcile()
+    assert chosen(made) == "spot", "the stockout there has passed, perhaps"
+
+
+def test_a_job_whose_volume_ends_with_its_pods_stays_in_its_pool() -> None:
+    volume: dict[str, Any] = {"volume": {"ephemeral": {"volumeClaimTemplate": {"spec": {}}}}}
+    made = World(job().nodes(2).spot(wait="15m").spec(checkpoint=volume).build(), capacity=2)
+    made.pools = {"spot": pool("spot").build(), "on-demand": pool("on-demand").build()}
+    made.run("Running")
+    made.capacity = 1
+    made.vanish(1)
+    for _ in range(200):
+        made.tick(10)
         made.reconcile()
     assert chosen(made) == "spot"
 

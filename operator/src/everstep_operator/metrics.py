@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from everstep_operator.api.job import TrainingJob
-from everstep_operator.api.status import Cause, Phase, TrainingJobStatus
+from everstep_operator.api.status import Cause, CheckpointStatus, Phase, Timings, TrainingJobStatus
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 21600)
@@ -31,6 +31,14 @@ time_to_running = Histogram(
     "everstep_job_time_to_running_seconds", "From a job's creation to its first running", buckets=_LONG
 )
 restarts = Counter("everstep_restarts_total", "Generations that ended before their job did", ["cause"])
+recovery_seconds = Histogram(
+    "everstep_recovery_seconds", "From the end of a generation until all ranks run again", ["cause"], buckets=_LONG
+)
+phase_seconds = Counter("everstep_phase_seconds_total", "Time that jobs have spent in each phase", ["phase"])
+lost_seconds = Counter("everstep_lost_training_seconds_total", "Time of training steps that a restart has lost")
+lost_steps = Counter("everstep_lost_steps_total", "Training steps that a restart has lost")
+restores = Counter("everstep_restores_total", "Restores of checkpoints, by the farthest place read from", ["tier"])
+failed_saves = Counter("everstep_failed_saves_total", "Saves of checkpoints that failed")
 watch_restarts = Counter("everstep_watch_restarts_total", "Times the watcher ended and was started again")
 resync_seconds = Gauge("everstep_resync_age_seconds", "Since the last complete list of everything")
 resync_repairs = Counter(
@@ -48,7 +56,41 @@ def record_status_change(before: TrainingJob, status: TrainingJobStatus, now: fl
     old = before.status
     for cause in (each.value.lower() for each in Cause):
         restarts.labels(cause).inc(max(0, getattr(status.restarts, cause) - getattr(old.restarts, cause)))
+    _record_timings(old.timings, status.timings)
+    _record_checkpoints(old.checkpoint, status.checkpoint)
+    if status.phase == Phase.RUNNING and (began := _find_restart(old)) is not None and status.restarts.last is not None:
+        recovery_seconds.labels(status.restarts.last.cause.value.lower()).observe(max(0.0, now - began))
     ran_before = any(transition.phase == Phase.RUNNING for transition in old.transitions)
     created = before.metadata.creation_timestamp
     if status.phase == Phase.RUNNING and not ran_before and created is not None:
         time_to_running.observe(max(0.0, now - created.timestamp()))
+
+
+def _find_restart(status: TrainingJobStatus) -> float | None:
+    """Return when the restart began that a job is in: it may wait for nodes, or start, since then."""
+    began = None
+    for transition in reversed(status.transitions):
+        if transition.phase not in _RECOVERING:
+            break
+        began = transition.start.timestamp() if transition.phase == Phase.RESTARTING else began
+    return began
+
+
+_RECOVERING = frozenset({Phase.RESTARTING, Phase.PENDING, Phase.SCHEDULING, Phase.STARTING})
+
+
+def _record_timings(old: Timings, new: Timings) -> None:
+    for name in ("pending", "scheduling", "starting", "running", "recovering"):
+        phase_seconds.labels(name).inc(max(0.0, getattr(new, name) - getattr(old, name)))
+    lost_seconds.inc(max(0.0, new.lost - old.lost))
+
+
+def _record_checkpoints(old: CheckpointStatus | None, new: CheckpointStatus | None) -> None:
+    if new is None:
+        return
+    old = old or CheckpointStatus()
+    lost_steps.inc(max(0, new.lost_steps - old.lost_steps))
+    failed_saves.inc(max(0, new.failed_saves - old.failed_saves))
+    # A first generation that finds no checkpoint has restored nothing.
+    if new.restored is not None and new.restored.tier and (old.restored is None or old.restored.id != new.restored.id):
+        restores.labels(new.restored.tier).inc()

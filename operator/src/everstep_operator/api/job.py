@@ -176,7 +176,8 @@ class PoolChoice(ApiModel):
     name: DnsName
     """Name of the TrainingPool."""
     wait: Annotated[Duration, limit_duration("0s", "28d")] = timedelta(minutes=10)
-    """How long to wait for capacity in this pool before the next one is tried; ignored for the last pool."""
+    """How long to wait for capacity in this pool before the next one is tried. Ignored for the last pool, until the job
+    has run: a job whose checkpoints are in a store or a lasting volume then goes on with the first one again."""
 
 
 class Timeouts(ApiModel):

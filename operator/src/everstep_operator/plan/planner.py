@@ -172,9 +172,10 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
     """Resolve the whole set from a new template: at the first start, in plain mode, in the next pool."""
     if s.template is None:
         return _resolve_template(s, Reason.CREATED)
-    if s.phase not in FORMING_PHASES or s.job.unknown_fields:
+    if s.phase not in FORMING_PHASES | {Phase.RESTARTING} or s.job.unknown_fields:
         return None
-    if not s.plain and (found := plain_mode.find_agent_obstacle(s.current.values())) is not None:
+    forms = s.phase in FORMING_PHASES
+    if forms and not s.plain and (found := plain_mode.find_agent_obstacle(s.current.values())) is not None:
         reason, said = found
         message = f"{reason.meaning} {said}".strip()
         return pod_creation.resolve_new_template(
@@ -182,7 +183,11 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
         )
     pool, _ = pool_selection.select_next_pool(s)
     if pool is not None:
-        message = f"TrainingPool {pool.metadata.name!r} is the next pool to try"
+        bound = sum(1 for pod in s.live if pod.scheduled)
+        message = (
+            f"TrainingPool {s.template.pool!r} had nodes for {bound} of {s.wanted} pods; "
+            f"{pool.metadata.name!r} is the next pool to try"
+        )
         return pod_creation.resolve_new_template(s, pool, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
     return None
 

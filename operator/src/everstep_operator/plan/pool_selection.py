@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep_operator.api.checkpoint import CheckpointPolicy
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Phase
 from everstep_operator.plan.plan_context import FORMING_PHASES, PlanContext
 
+_WAITING_PHASES = FORMING_PHASES | {Phase.RESTARTING}
 _RESOLVED_ANEW = frozenset({Reason.CREATED.value, Reason.RESUMED.value, Reason.NEXT_POOL.value})
 
 
@@ -29,17 +32,30 @@ def select_first_pool(s: PlanContext) -> PoolSelection:
 def select_next_pool(s: PlanContext) -> tuple[TrainingPool | None, float | None]:
     """Return the pool to go to now, and when to ask again.
 
-    Only a job that has never run moves: the others hold checkpoints, data and places where they are.
+    A job that has run moves only if its checkpoints are not where its pods are. It may come back to a pool before: a
+    stockout there has passed, perhaps.
     """
     names = [p.name for p in s.spec.pools]
-    if s.template is None or s.has_run or s.phase not in FORMING_PHASES or s.all_bound or s.template.pool not in names:
+    if s.template is None or s.phase not in _WAITING_PHASES or s.all_bound or s.template.pool not in names:
+        return None, None
+    if s.has_run and not _keeps_checkpoints(s.spec.checkpoint):
         return None, None
     at = names.index(s.template.pool)
-    choice = _select_from(s, names[at + 1 :])
+    choice = _select_from(s, [*names[at + 1 :], *(names[:at] if s.has_run else [])])
     if choice.pool is None:
         return None, None
-    due = _pool_tried_since(s) + s.spec.pools[at].wait.total_seconds()
+    since = max(_pool_tried_since(s), s.since(_WAITING_PHASES) if s.has_run else 0.0)
+    due = since + s.spec.pools[at].wait.total_seconds()
     return (choice.pool, None) if s.now >= due else (None, due)
+
+
+def _keeps_checkpoints(policy: CheckpointPolicy | None) -> bool:
+    """Return whether checkpoints outlive the pods and the nodes of a job."""
+    if policy is None:
+        return False
+    volume = policy.volume
+    lasts = volume is not None and (volume.persistent_volume_claim or volume.nfs or volume.csi)
+    return policy.store is not None or bool(lasts)
 
 
 def _select_from(s: PlanContext, names: list[str]) -> PoolSelection:
