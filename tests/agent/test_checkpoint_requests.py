@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 from everstep.agent.leader.commands import AskForCheckpoint
+from everstep.agent.node.checkpoint_request import CheckpointRequestFile
+from everstep.agent.node.fencing import FenceFile
 from everstep.agent.ranks.events import RankProgressed
 from everstep.agent.wire.checkpoint_request import CheckpointRequest
 from everstep.agent.wire.http_client import RequestRejected
@@ -247,3 +251,14 @@ def test_nobody_without_the_token_asks_for_a_checkpoint(tmp_path: Path) -> None:
         stranger = LeaderClient(f"127.0.0.1:{job.ports[0]}", b"x" * 32)
         with pytest.raises(RequestRejected, match="401"):
             stranger.checkpoint(1, "n1", 60)
+
+
+def test_ranks_of_another_user_can_read_the_request_and_the_fence_whatever_the_umask(tmp_path: Path) -> None:
+    asked, fence = tmp_path / "checkpoint-request.json", tmp_path / "fence.json"
+    before = os.umask(0o077)
+    try:
+        CheckpointRequestFile(asked).write(CheckpointRequest("n1", None))
+        FenceFile(fence).write(1, 1, fenced=False)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (asked, fence)] == [0o644, 0o644]

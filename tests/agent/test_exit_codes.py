@@ -25,6 +25,14 @@ def test_an_exit_code_that_is_ignored_uses_nothing_of_the_allowance_but_is_slowe
     assert [end.outcome.result for end in bench.ends()] == ["failed"]
 
 
+def test_an_exit_code_that_is_ignored_is_slowed_down_where_pauses_are_disabled_too() -> None:
+    """Restarts that no budget pays would fill the generation history, and push out those that one does."""
+    bench = running(application_restarts=0, exit_code_actions=ACTIONS, max_backoff=0.0).fail(0, 0, 75).clean()
+    bench.run().fail(0, 0, 75).clean()
+    assert bench.later(0.9).phase == "backoff"
+    assert bench.later(0.1).phase == "starting"
+
+
 def test_a_signal_counts_as_128_and_its_number() -> None:
     bench = running(application_restarts=0, exit_code_actions=ACTIONS).fail(0, 0, 137, signal=9).clean()
     assert (bench.phase, bench.history) == ("starting", [("1.1", "Application", 0)])

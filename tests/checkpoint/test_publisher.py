@@ -268,3 +268,30 @@ def test_at_the_end_what_is_still_waiting_is_published(store: Store, watched: Pa
     stop.set()
     publisher.run(stop, every=0.01)
     assert steps(store) == [0]
+
+
+class Unavailable(PosixStore):
+    """A store in which nothing is committed before it has been asked so often."""
+
+    left = 0
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        if self.left:
+            self.left -= 1
+            raise StoreError("no answer", self.url, may_pass=True)
+        return super().put_if_absent(name, data)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_program_wrote_last_outlives_a_store_that_is_unavailable_at_its_end(
+    watched: Path, tmp_path: Path, *, waits: bool
+) -> None:
+    store, told = Unavailable(tmp_path / "store"), list[CheckpointEvent]()
+    publisher = Publisher(store, watched, quiet=0, tell=told.append, end_outage=600.0 if waits else 0.0)
+    (watched / "model").write_text("last")
+    store.left = 20
+    stop = threading.Event()
+    stop.set()
+    publisher.run(stop, every=0.001)
+    assert steps(store) == ([0] if waits else [])
+    assert told[0].name == "failed"

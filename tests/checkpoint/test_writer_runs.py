@@ -268,3 +268,12 @@ def test_a_writer_whose_directory_was_removed_leaves_the_one_of_the_next_run_alo
     new.save(key(30, generation=2))
     new.report("saved")
     assert site.good(key(30, generation=2))
+
+
+def test_a_run_whose_writer_may_not_linger_finds_one_and_ends_it(site: Site) -> None:
+    """Before, each writer that was started had ended before a rank could connect."""
+    node = site.node(linger=0.0)
+    node.save(key(10))
+    node.report("saved")
+    node.die()
+    until(lambda: not node.directory.exists(), "its ranks are gone, and the memory is given back")

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.catalog.candidates import list_candidates, read_manifest
 from everstep.checkpoint.catalog.verification import verify_and_mark
+from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.publish import folder as folders
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.cli import checkpoint_folder
 from tests.checkpoint.builders import Training, key
 from tests.cli.command import Done
 
@@ -283,6 +285,73 @@ def test_of_pods_that_restore_into_one_volume_the_first_is_enough(
     done = everstep("checkpoint", "restore", "store", "back", "--if-any", "--if-empty")
     assert (done.returncode, "restored by another process" in done.stderr) == (0, True)
     assert (tmp_path / "back" / "weights").read_text() == "of the first"
+
+
+def test_a_store_that_is_unavailable_for_a_moment_is_waited_for(
+    everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("stored")
+    everstep("checkpoint", "publish", "model", "store", "--step", "1")
+    read, failed = read_manifest, [0]
+
+    def fail_twice(*args: Any) -> Any:
+        failed[0] += 1
+        if failed[0] <= 2:
+            raise StoreError("no answer", "store", may_pass=True)
+        return read(*args)
+
+    monkeypatch.setattr(folders, "read_manifest", fail_twice)
+    monkeypatch.setattr(checkpoint_folder, "PAUSE_SECONDS", 0.0)
+    done = everstep("checkpoint", "restore", "store", "back", "--wait", "0")
+    assert (done.returncode, "no answer" in done.stderr) == (1, True)
+    failed[0] = 0
+    done = everstep("checkpoint", "restore", "store", "back", "--wait", "600")
+    assert (done.returncode, done.stderr.count("not restored yet, trying again")) == (0, 2)
+    assert (tmp_path / "back" / "weights").read_text() == "stored"
+
+
+@pytest.mark.parametrize(("epoch", "why"), [("1", "belongs to attempt"), ("7", "is that of a run job team/a/1")])
+def test_a_store_that_another_job_has_used_is_refused_before_the_program_starts(
+    everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: str, why: str
+) -> None:
+    """Nothing of an earlier attempt would ever be restored; what has the same one would be mixed."""
+    command = ("checkpoint", "restore", "store", "back", "--if-any", "--if-empty", "--resume")
+
+    def begin(job: str, epoch: str) -> Done:
+        for name, value in (("JOB", job), ("EPOCH", epoch), ("GENERATION", "0")):
+            monkeypatch.setenv(f"EVERSTEP_{name}", value)
+        return everstep(*command)
+
+    assert begin("team/a/1", "7").returncode == 0
+    assert begin("team/a/1", "7").returncode == 0, "an init container may run again"
+    assert begin("team/a/1", "8" if epoch == "1" else "7").returncode == 0
+    (tmp_path / "back").mkdir(exist_ok=True)
+    (tmp_path / "back" / "left").write_text("by an earlier pod")
+    done = begin("team/b/2", epoch)
+    assert (done.returncode, why in done.stderr) == (1, True), done.stderr
+
+
+@pytest.mark.parametrize("command", ["restore s3://b/run back --wait 600", "publish back s3://b/run --watch"])
+def test_whoever_waits_for_a_store_ends_when_it_is_told_to(tmp_path: Path, command: str) -> None:
+    """A pod that is deleted meanwhile is not kept for its whole grace."""
+    nowhere = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "everstep.cli", "checkpoint", *command.split()],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **nowhere, "AWS_DEFAULT_REGION": "x", "COLUMNS": "200"},
+    )
+    try:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert "yet, trying again" in said
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (143 if command.startswith("restore") else 1)
 
 
 def test_damaged_is_not_taken_for_a_first_start(everstep: Everstep, tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.node_failures import MAX_NODES, MAX_PER_NODE, READ_AGAIN_SECONDS, NodeFailures
+from everstep_operator.cluster.node_failures import (
+    MAX_NODES,
+    MAX_PER_NODE,
+    READ_AGAIN_SECONDS,
+    TRY_AGAIN_SECONDS,
+    NodeFailures,
+)
 from everstep_operator.plan.node_failures import RECORD_NAME as NAME
 from everstep_operator.plan.node_failures import NodeFailure
 
@@ -81,7 +88,15 @@ def clock() -> Clock:
 
 
 def open_record(server: Any, clock: Clock, window: float = DAY) -> NodeFailures:
-    return NodeFailures(server, NAMESPACE, window=window, clock=clock, count_nodes=lambda: 8, timer=clock)
+    return NodeFailures(
+        server,
+        NAMESPACE,
+        window=window,
+        clock=clock,
+        count_nodes=lambda: 8,
+        has_node=lambda name: name != "made-up",
+        timer=clock,
+    )
 
 
 def failure(clock: Clock, name: str, namespace: str = "team-a", **more: bool) -> dict[str, NodeFailure]:
@@ -167,8 +182,12 @@ async def test_a_record_that_cannot_be_kept_ends_nothing_and_is_kept_later(
     server.error = error
     await record.record(failure(clock, "1.1"))
     assert len(await record.record(failure(clock, "1.2"))) == 1
-    assert await record.list_avoided("team-a") == ("n1",), "by what this process remembers"
+    asked = server.requests
+    for _ in range(20):
+        assert await record.list_avoided("team-a") == ("n1",), "by what this process remembers"
+    assert server.requests == asked, "which is not asked again at each look"
     server.error = None
+    clock.now += TRY_AGAIN_SECONDS
     assert await record.list_avoided("team-a") == ("n1",)
     assert await open_record(server, clock).list_avoided("team-a") == ("n1",)
 
@@ -182,6 +201,73 @@ async def test_what_is_no_record_is_read_as_none(server: Any, clock: Clock, data
     assert await open_record(server, clock).list_avoided("team-a") == ("n1",)
 
 
+async def test_failures_of_jobs_that_are_looked_at_together_are_all_recorded(server: Any, clock: Clock) -> None:
+    """A node that dies takes pods of several jobs with it, in the same moment."""
+
+    class Slow(Server):
+        async def get(self, *where: Any) -> Any:
+            found = await super().get(*where)
+            await asyncio.sleep(0)
+            return found
+
+        async def replace(self, *what: Any) -> Any:
+            await asyncio.sleep(0)
+            stored = await super().replace(*what)
+            await asyncio.sleep(0)
+            return stored
+
+    server = Slow()
+    server._store({"metadata": {"name": NAME}, "data": {}})
+    record = open_record(server, clock)
+    found = [failure(clock, f"{number}.1", f"team-{number}") for number in range(5)]
+    await asyncio.gather(*(record.record(each) for each in found), *(record.list_avoided("team-0") for _ in range(5)))
+    assert sorted(each["id"] for each in json.loads(server.stored["data"]["n1"])) == [f"{n}.1" for n in range(5)]
+    assert await record.list_avoided("team-z") == ("n1",)
+
+
+async def test_more_jobs_than_a_node_s_record_holds_do_not_displace_each_other_for_ever(
+    server: Any, clock: Clock
+) -> None:
+    """Each of them sees the same device at each look."""
+    record = open_record(server, clock)
+    for _ in range(5):
+        for number in range(MAX_PER_NODE + 3):
+            await record.record(failure(clock, f"pod-{number}/gpu", hardware=True, witnessed=True))
+            clock.now += 1
+    assert server.requests == 2 * (MAX_PER_NODE + 3)
+
+
+async def test_a_node_that_was_cleared_is_not_avoided_again_for_what_was_known(server: Any, clock: Clock) -> None:
+    record = open_record(server, clock)
+    await record.record(failure(clock, "pod-1/gpu", hardware=True))
+    server.clear("n1")
+    clock.now += READ_AGAIN_SECONDS + 1
+    await record.list_avoided("team-a")
+    assert await record.record(failure(clock, "pod-1/gpu", hardware=True)) == []
+    assert await record.list_avoided("team-a") == ()
+    clock.now += DAY
+    await record.record(failure(clock, "pod-1/gpu", hardware=True))
+    assert await record.list_avoided("team-a") == ("n1",), "it has lasted for another day"
+
+
+async def test_one_namespace_displaces_nothing_that_others_have_to_say(server: Any, clock: Clock) -> None:
+    record = open_record(server, clock)
+    await record.record(failure(clock, "b", "team-b"))
+    await record.record(failure(clock, "seen", "team-c", hardware=True, witnessed=True))
+    for number in range(3 * MAX_PER_NODE):
+        clock.now += 1
+        await record.record(failure(clock, f"1.{number}"))
+    kept = [each["namespace"] for each in json.loads(server.stored["data"]["n1"])]
+    assert sorted(kept) == ["team-a"] * (MAX_PER_NODE - 2) + ["team-b", "team-c"]
+
+
+async def test_nodes_that_a_pod_only_names_are_not_recorded(server: Any, clock: Clock) -> None:
+    """Whoever may make pods could fill the record with them."""
+    record = open_record(server, clock)
+    assert await record.record({"made-up": NodeFailure("1.1", "team-a", "digits", "PodLost", clock.now, True)}) == []
+    assert server.requests == 0
+
+
 async def test_the_record_stays_small(server: Any, clock: Clock) -> None:
     record = open_record(server, clock)
     for number in range(2 * MAX_PER_NODE):
@@ -189,8 +275,12 @@ async def test_the_record_stays_small(server: Any, clock: Clock) -> None:
         await record.record(failure(clock, f"1.{number}"))
     assert len(json.loads(server.stored["data"]["n1"])) == MAX_PER_NODE
     clock.now += 1
-    many = {f"m{i}": NodeFailure("9.1", "team-a", "digits", "PodLost", clock.now) for i in range(MAX_NODES)}
-    await record.record(many)
+    for number in range(MAX_PER_NODE):
+        many = {
+            f"{i:0253}": NodeFailure(f"{i:036}/{number:09}.000000001", "a" * 63, "b" * 63, "ContainerKilled", clock.now)
+            for i in range(MAX_NODES)
+        }
+        await record.record(many)
     assert len(server.stored["data"]) == MAX_NODES
     assert "n1" not in server.stored["data"]
-    assert len(json.dumps(server.stored)) < 2**20
+    assert len(json.dumps(server.stored["data"])) < 2**20, "as much as a ConfigMap holds"

@@ -81,7 +81,9 @@ async def reconciler(server: Any) -> Reconciler:
     actor = ActionExecutor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",))
     gangs, clock = WaitingGangs(lambda _: None), CREATED.timestamp
     leases = NodeLeases(server, cache, queue.add, clock=clock, silence=0)
-    failures = NodeFailures(server, "everstep-system", window=86_400.0, clock=clock, count_nodes=lambda: 4)
+    failures = NodeFailures(
+        server, "everstep-system", window=86_400.0, clock=clock, count_nodes=lambda: 4, has_node=lambda _: True
+    )
     return Reconciler(
         server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), leases, failures, actor,
         PlanSettings(operator_key=b"key", agent_digest=actor.agent.digest), (b"key",), clock,

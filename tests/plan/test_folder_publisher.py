@@ -36,7 +36,8 @@ def test_the_folder_is_restored_before_the_program_starts_and_published_beside_i
     found = containers(resolve(builder.plain() if plain else builder, plain=plain))
     assert list(found) == ["everstep-restore", "everstep-publish", "trainer"]
     assert found["everstep-restore"]["command"][4:] == [
-        "restore", "s3://bucket/run", "/opt/everstep/checkpoints/files", "--if-any", "--if-empty"
+        "restore", "s3://bucket/run", "/opt/everstep/checkpoints/files", "--if-any", "--if-empty", "--wait", "120",
+        "--resume",
     ]  # fmt: skip
     assert "restartPolicy" not in found["everstep-restore"]
     assert found["everstep-publish"]["restartPolicy"] == "Always", "a sidecar: ended after the trainer"
@@ -48,6 +49,8 @@ def test_the_folder_is_restored_before_the_program_starts_and_published_beside_i
         assert found[name]["envFrom"] == [{"secretRef": {"name": "s3"}}]
         assert {"name": "AWS_REGION", "value": "eu-west-1"} in found[name]["env"]
         assert {"name": "EVERSTEP_EPOCH", "value": "7"} in found[name]["env"], "its fencing token"
+        (identity,) = (each["value"] for each in found[name]["env"] if each["name"] == "EVERSTEP_JOB")
+        assert identity.endswith(builder.build().metadata.uid), "a job that is made again is another one"
         assert found[name]["volumeMounts"] == [
             {"name": "everstep-checkpoints", "mountPath": "/opt/everstep/checkpoints"}
         ]
@@ -59,6 +62,8 @@ def test_the_folder_is_restored_before_the_program_starts_and_published_beside_i
 def test_only_the_first_pod_publishes() -> None:
     frozen = resolve(job().nodes(2).spec(checkpoint={**POLICY, "volume": SHARED}))
     assert list(containers(frozen, 1)) == ["everstep-restore", "trainer"]
+    assert "--resume" in containers(frozen)["everstep-restore"]["command"]
+    assert "--resume" not in containers(frozen, 1)["everstep-restore"]["command"], "it claims no store"
     assert isinstance(frozen, FrozenTemplate)
     (volume,) = (each for each in frozen.pod["spec"]["volumes"] if each["name"] == "everstep-checkpoints")
     assert volume["persistentVolumeClaim"] == SHARED["persistentVolumeClaim"]

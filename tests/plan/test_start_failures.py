@@ -80,6 +80,52 @@ def test_an_init_container_that_fails_each_time_ends_the_job_with_its_words(exit
     assert said in world.status.conditions[0].message
 
 
+def fail_init_containers(world: World) -> None:
+    for name, pod in world.pods.items():
+        if pod.scheduled and pod.live and pod.started_at is None:
+            end = ContainerEnd(1, None, INIT_FAILED, "init container everstep-restore failed: no store", world.now)
+            world.pods[name] = dataclasses.replace(pod, ended=end, phase="Failed")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_job_that_has_trained_outlives_what_its_init_containers_wait_for(index: int) -> None:
+    """As a store that is unavailable for a quarter of an hour, in which a pod is lost."""
+    world = World(job().nodes(2).build()).run("Running")
+    world.vanish(index)
+    since = world.now
+    while world.now < since + 900:
+        world.now += 5
+        world.lead()
+        world.reconcile()
+        world.bury()
+        world.bind()
+        fail_init_containers(world)
+        assert world.phase != "Failed", world.status.transitions[-1]
+    if index == 0:
+        assert world.status.start_failures is not None
+        assert 5 < world.status.start_failures.count < 25, "ever more slowly"
+        assert "times in a row): init container everstep-restore failed" in world.status.conditions[0].message
+    world.run("Running")
+    assert world.status.restarts.total == 1
+    assert world.status.start_failures is None
+
+
+def test_a_job_that_is_resumed_outlives_it_too() -> None:
+    world = World(job().nodes(1).build()).run("Running")
+    world.tick()
+    world.edit(suspend=True)
+    world.run("Suspended")
+    world.edit(suspend=False)
+    for _ in range(60):
+        world.now += 5
+        world.reconcile()
+        world.bury()
+        world.bind()
+        fail_init_containers(world)
+    assert world.status.start_failures is not None
+    world.run("Running")
+
+
 def test_the_pause_grows_from_attempt_to_attempt() -> None:
     world = bound()
     pauses = [again(world, 1) for _ in range(4)]

@@ -83,6 +83,7 @@ class Operator:
         self.node_failures = NodeFailures(
             client, settings.pod_namespace, window=settings.node_failure_window, clock=client.clock.now,
             count_nodes=lambda: len(self.cache.nodes),
+            has_node=lambda name: self.cache.nodes.get(("", name)) is not None,
         )  # fmt: skip
         self.reconciler = Reconciler(
             client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, self.leases,

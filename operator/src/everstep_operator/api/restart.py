@@ -49,7 +49,8 @@ class RestartPolicy(ApiModel):
     fencing: Literal["checkpoint", "strict"] = "checkpoint"
     """Stops ranks without a connection to the leader from publishing checkpoints, or with `strict` from running."""
     max_backoff: Annotated[Duration, limit_duration("0s", "1h")] = timedelta(minutes=1)
-    """Longest pause before a restart after repeated failures of the program; `0s` disables pauses."""
+    """Longest pause before a restart after repeated failures of the program; `0s` disables pauses, but for one
+    second before restarts that `onExitCodes` ignores."""
 
     def find_action(self, exit_status: int | None) -> ExitCodeAction:
         """Return what follows an exit of the program.

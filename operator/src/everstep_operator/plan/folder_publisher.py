@@ -24,6 +24,10 @@ _COMMAND = ("python3", "-m", "everstep.cli", "checkpoint")
 # Equal requests and limits: with a sidecar of another kind the pod would lose the QoS class Guaranteed. A pod template
 # may say otherwise, by the containers' names.
 _AMOUNTS = {"cpu": "500m", "memory": "512Mi"}
+# A store that is unavailable for a moment fails no start; what lasts longer is told in the status.
+_OUTAGE_SECONDS = 120
+# Of another job that has used the store the attempts are later ones: nothing of this one would ever be restored.
+_CLAIM = "--resume"
 # The first half of the fencing token is the pod's epoch. Ranks that start again in place go on in one folder.
 _GENERATION = {"name": "EVERSTEP_GENERATION", "value": "0"}
 
@@ -47,14 +51,18 @@ def build_folder_containers(job: TrainingJob) -> list[dict[str, Any]]:
     if policy is None or policy.folder is None or policy.store is None:
         return []
     said, files = policy.folder, f"{_PLACE}/{_SUBFOLDER}"
-    restore = [*_COMMAND, "restore", policy.store, files, "--if-any", "--if-empty"]
+    restore = [*_COMMAND, "restore", policy.store, files, "--if-any", "--if-empty", "--wait", str(_OUTAGE_SECONDS)]
+    restore.append(_CLAIM)
+    meta = job.metadata
+    identity = {"name": "EVERSTEP_JOB", "value": f"{meta.namespace or ''}/{meta.name}/{meta.uid}"}
     publish = [*_COMMAND, "publish", files, policy.store, "--watch", "--keep-last", str(policy.keep_last)]
     quiet = f"{said.quiet.total_seconds():g}" if said.quiet is not None else None
     for option, value in (("--quiet", quiet), ("--marker", said.marker), ("--each", said.each)):
         publish += [option, value] if value is not None else []
+    env = [item.manifest() for item in job.spec.env if item.name not in SETTABLE_VARIABLES]
     common: dict[str, Any] = {
         "image": said.image or job.spec.image,
-        "env": [*(item.manifest() for item in job.spec.env if item.name not in SETTABLE_VARIABLES), _GENERATION],
+        "env": [*env, _GENERATION, identity],
         "volumeMounts": [{"name": VOLUME, "mountPath": _PLACE}],
         "resources": {"requests": _AMOUNTS, "limits": _AMOUNTS},
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -98,7 +106,16 @@ def select_folder_containers(
     kept = [each for each in containers if index == 0 or each["name"] != PUBLISHER]
     token = {"name": EPOCH_VARIABLE, "value": str(epoch)}
     ours = (RESTORER, PUBLISHER)
-    return [{**each, "env": [*(each.get("env") or ()), token]} if each["name"] in ours else each for each in kept]
+    told = [{**each, "env": [*(each.get("env") or ()), token]} if each["name"] in ours else each for each in kept]
+    if index == 0:
+        return told
+    # Who publishes claims the store; another pod may be of an earlier epoch.
+    return [
+        {**each, "command": [word for word in each.get("command") or () if word != _CLAIM]}
+        if each["name"] == RESTORER
+        else each
+        for each in told
+    ]
 
 
 def _has_folder(job: TrainingJob) -> bool:

@@ -29,10 +29,11 @@ class StartRecord:
     record: StartFailures | None = None
     failed: PodView | None = None  # the first of those that lie there now
     fresh: bool = False  # counted in this look
+    may_pass: bool = False  # what has failed has worked before
 
     @property
     def is_exhausted(self) -> bool:
-        return self.record is not None and self.record.count >= MAX_START_FAILURES
+        return self.record is not None and self.record.count >= MAX_START_FAILURES and not self.may_pass
 
     @property
     def message(self) -> str:
@@ -41,7 +42,8 @@ class StartRecord:
         if pod is None or end is None or self.record is None:
             return ""
         said = (end.word.message if end.word else end.message) or f"{end.reason}, exit code {end.exit_code}"
-        times = f"{self.record.count} of {MAX_START_FAILURES} times in a row"
+        most = "" if self.may_pass else f" of {MAX_START_FAILURES}"
+        times = f"{self.record.count}{most} times in a row"
         who = "the pod" if end.reason == INIT_FAILED else "the agent"
         return f"{pod.name} on {pod.node}: {who} failed at its start ({times}): {said}"
 
@@ -54,18 +56,21 @@ def count_start_failures(s: PlanContext) -> StartRecord:
     failed = [pod for pod in s.current.values() if has_failed_at_start(s, pod)]
     first = min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index), default=None)
     counted_until = known.made.timestamp() + _TOGETHER_SECONDS if known is not None else float("-inf")
+    # A job that has trained is not lost to a store, or whatever else its init containers need, that is unavailable for
+    # two minutes: `timeouts.pending` and `timeouts.startup` end it.
+    may_pass = s.has_run and all(pod.ended is not None and pod.ended.reason == INIT_FAILED for pod in failed)
     if not any(pod.created > counted_until for pod in failed):
-        return StartRecord(known, first)
+        return StartRecord(known, first, may_pass=may_pass)
     made = max(pod.created for pod in s.current.values())
     count = 1 if known is None else known.count + 1
-    return StartRecord(StartFailures(count=count, made=to_utc(made)), first, fresh=True)
+    return StartRecord(StartFailures(count=count, made=to_utc(made)), first, fresh=True, may_pass=may_pass)
 
 
 def compute_next_attempt(record: StartFailures | None) -> float:
     """Return when the failed pods of the last attempt may be created again, all of them together."""
     if record is None:
         return 0.0
-    return record.made.timestamp() + min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** (record.count - 1))
+    return record.made.timestamp() + min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(record.count - 1, 10))
 
 
 def has_failed_at_start(s: PlanContext, pod: PodView) -> bool:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from everstep.cli.checkpoint import KeyOption, ThreadsOption, UriArgument
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.store.base import Store
+
+PAUSE_SECONDS = 5.0  # between two tries where a store is unavailable
 
 
 def publish(
@@ -42,6 +49,7 @@ def publish(
     import signal
     import threading
 
+    from everstep.checkpoint.errors import StoreError
     from everstep.checkpoint.events import CheckpointEvent
     from everstep.checkpoint.publish import publisher
     from everstep.checkpoint.publish.folder import Contents
@@ -75,11 +83,27 @@ def publish(
             make_stdout().print(f"{folder} is published as {format_key(manifest.key)}")
             return
         stop = threading.Event()
+
+        def handle_stop(*_: object) -> None:
+            if stop.is_set():
+                raise KeyboardInterrupt  # whoever repeats it does not wait for a store that is unavailable
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        publisher.Publisher(store, folder, marker=marker, quiet=quiet, each=each, keep_last=keep_last, tell=tell).run(
-            stop
-        )
+            signal.signal(number, handle_stop)
+        while True:
+            try:
+                watching = publisher.Publisher(
+                    store, folder, marker=marker, quiet=quiet, each=each, keep_last=keep_last, tell=tell
+                )
+                break
+            except StoreError as error:
+                # A container that ends is begun again ever more slowly, and may not run when the program ends.
+                if not error.may_pass or stop.is_set():
+                    raise
+                make_stderr().print(f"not published yet, trying again: {error}", style="yellow")
+            stop.wait(PAUSE_SECONDS)
+        watching.run(stop)
 
 
 def restore(
@@ -93,16 +117,24 @@ def restore(
     if_empty: Annotated[
         bool, typer.Option("--if-empty", help="Exit with 0 if there is something in DIR: a program that starts again.")
     ] = False,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="Try again for so many seconds while the store is unavailable.")
+    ] = 0.0,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="In a job that publishes there next: fail if another job has used the store."),
+    ] = False,
     threads: ThreadsOption = 4,
 ) -> None:
     """Restore a published folder.
 
     The newest that is good, verified, whole or not at all.
     """
+    import time
     from contextlib import ExitStack
 
     from everstep.checkpoint.catalog import candidates
-    from everstep.checkpoint.errors import CheckpointError
+    from everstep.checkpoint.errors import CheckpointError, Full, StoreError
     from everstep.checkpoint.format.manifest import Manifest
     from everstep.checkpoint.publish import folder as folders
     from everstep.cli.checkpoint_view import total_bytes
@@ -110,14 +142,22 @@ def restore(
     from everstep.cli.terminal import make_stderr, make_stdout
     from everstep.cli.transfer import show_transfer
 
-    if if_empty and folder.is_dir() and any(folder.iterdir()):
-        make_stderr().print(f"{folder} is not empty and is left as it is.")
-        return
-    with translate_errors(), ExitStack() as bars:
+    until = time.monotonic() + wait
+
+    def restore_once(bars: ExitStack) -> str:
         store = open_named_store(uri)
+        kept = if_empty and folder.is_dir() and any(folder.iterdir())
+        try:
+            if resume:
+                _claim_store(store)
+        except StoreError as error:
+            if not (kept and error.may_pass):
+                raise
+            make_stderr().print(f"nobody can tell whose the store is: {error}", style="yellow")
+        if kept:
+            return f"{folder} is not empty and is left as it is."
         if if_any and not candidates.list_candidates(store):
-            make_stderr().print(f"Nothing was saved in {store.url} yet.")
-            return
+            return f"Nothing was saved in {store.url} yet."
         wanted = resolve_step(store, key) if key else None
         advance = [lambda count: None]
 
@@ -139,8 +179,55 @@ def restore(
             # Of several pods that share a volume one is the first: what it has put there is whole.
             if not (if_empty and folder.is_dir() and any(folder.iterdir())):
                 raise
-            make_stderr().print(f"{folder} was restored by another process, and is left as it is.")
-            return
-    for why in bad:
-        make_stderr().print(f"not good, skipped: {why}", style="red")
-    make_stdout().print(f"{folder} is restored from {format_key(manifest.key)}")
+            return f"{folder} was restored by another process, and is left as it is."
+        bars.close()
+        for why in bad:
+            make_stderr().print(f"not good, skipped: {why}", style="red")
+        make_stdout().print(f"{folder} is restored from {format_key(manifest.key)}")
+        return ""
+
+    with translate_errors(), _end_at_term():
+        while True:
+            try:
+                with ExitStack() as bars:
+                    message = restore_once(bars)
+                break
+            except StoreError as error:
+                if not error.may_pass or isinstance(error, Full) or time.monotonic() >= until:
+                    raise
+                make_stderr().print(f"not restored yet, trying again: {error}", style="yellow")
+            time.sleep(PAUSE_SECONDS)
+    if message:
+        make_stderr().print(message)
+
+
+@contextmanager
+def _end_at_term() -> Iterator[None]:
+    """End at SIGTERM, which Linux keeps from the first process of a container that does not handle it."""
+    import signal
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _claim_store(store: Store) -> None:
+    """Claim the store for the job that runs this.
+
+    Raises:
+        CheckpointError: Another job has used it: what this one publishes would never be chosen, or be mixed with that.
+    """
+    import os
+
+    from everstep.checkpoint.publish import attempts, fence
+
+    given = fence.get_given_attempt()
+    if given is not None:
+        identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), (attempts.identify_machine(),))
+        attempts.check_not_superseded(store, given)
+        attempts.claim_given_attempt(store, given, identity)

@@ -9,6 +9,7 @@ from everstep.agent.config import FAIL, IGNORE
 from everstep.agent.wire.protocol import APPLICATION, FENCED, EndedGeneration, parse_generation_id
 
 MAX_HISTORY_ENTRIES = 64
+MIN_IGNORED_SECONDS = 1.0  # seconds before a restart that no budget pays: nothing else would bound their number
 STABLE_AFTER_SECONDS = 600.0  # seconds of running after which earlier failures do not slow a restart any more
 
 
@@ -46,8 +47,7 @@ class RestartAllowance:
         for entry in self.history:
             if not entry.application or entry.order <= self._charged:
                 continue
-            # What was killed for memory or hangs has not chosen its exit code.
-            action = self._exit_code_actions.get(entry.status) if entry.cause == APPLICATION else None
+            action = self._find_action(entry)
             if action == FAIL:
                 return entry
             if action != IGNORE:
@@ -67,4 +67,9 @@ class RestartAllowance:
         self._in_row = 1 if ran >= STABLE_AFTER_SECONDS else self._in_row + 1
         if self._in_row == 1:
             return 0.0
-        return min(2.0 ** min(self._in_row - 2, 30), self._max_backoff)
+        least = MIN_IGNORED_SECONDS if self._find_action(entry) == IGNORE else 0.0
+        return max(least, min(2.0 ** min(self._in_row - 2, 30), self._max_backoff))
+
+    def _find_action(self, entry: EndedGeneration) -> str | None:
+        # What was killed for memory or hangs has not chosen its exit code.
+        return self._exit_code_actions.get(entry.status) if entry.cause == APPLICATION else None

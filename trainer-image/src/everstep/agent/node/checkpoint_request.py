@@ -16,6 +16,8 @@ from everstep.agent.system.agent_log import log_line
 from everstep.agent.system.faults import explain_fault
 from everstep.agent.wire.checkpoint_request import CheckpointRequest
 
+from .fencing import READABLE
+
 
 class CheckpointRequestFile:
     """The request file of one node, which all of its ranks read."""
@@ -30,6 +32,7 @@ class CheckpointRequestFile:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_text(json.dumps({"id": request.id, "deadline": deadline}))
+            fresh.chmod(READABLE)
             os.replace(fresh, self._path)  # noqa: PTH105 - atomic: a reader sees no request, or all of it
         except OSError as error:
             log_line(f"the request for a checkpoint does not reach the ranks: {explain_fault(error)}")

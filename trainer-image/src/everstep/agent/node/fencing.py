@@ -20,6 +20,9 @@ from everstep.agent.system.faults import name_file_in_errors
 from everstep.agent.wire.http_client import connect_to_agent
 
 PROBE_SECONDS = 3.0
+READABLE = (
+    0o644  # whatever the umask: ranks may run as another user, and one that cannot read a fence publishes nothing
+)
 SUSPENDED_SECONDS = 0.5  # less is a process that was starved between two looks at clocks
 _TLS_ALERT, _TLS_HANDSHAKE = 0x15, 0x16
 
@@ -107,6 +110,7 @@ class FenceFile:
             with name_file_in_errors(fresh):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 fresh.write_text(json.dumps(state))
+                fresh.chmod(READABLE)
                 os.replace(fresh, self._path)  # noqa: PTH105 - atomic: a reader sees the old state or the new
         except OSError:
             self._written = None

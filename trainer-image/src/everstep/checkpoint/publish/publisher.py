@@ -42,7 +42,8 @@ class Publisher:
 
     `marker`: a file in a folder that is written last, anew for each checkpoint, and best removed before anything else
     is written; without it a folder is complete after `quiet` seconds without a change. `keep_last`: older ones are
-    removed once a new one is verified; None: never.
+    removed once a new one is verified; None: never. `end_outage`: seconds for which a store that is unavailable at the
+    end is waited for.
     Events: `saved`; `failed`, with a key where it is not tried again; `skipped`: it lay there when this began, and is
     too old; `untidy`: it is published, but could not be
     verified, or older ones not be removed.
@@ -56,8 +57,10 @@ class Publisher:
     keep_last: int | None = None
     tell: Callback = lambda event: None
     clock: Callable[[], float] = time.monotonic
+    end_outage: float = 100.0
     _attempt: Attempt | None = None
     _waiting: bool = False  # something is there that is not published
+    _unavailable: bool = False  # because the store is
     _newest: int = -1
     _published: dict[Path, Contents] = field(default_factory=dict)
     _seen: dict[Path, tuple[Contents, float]] = field(default_factory=dict)
@@ -98,14 +101,15 @@ class Publisher:
             self.poll()
         last = self.clock() + self.quiet + every
         self.poll()
-        while self._waiting and self.clock() < last:
-            time.sleep(min(every, self.quiet))
+        # What is in a pod's own folder, as the end of a training, is nowhere else.
+        while self._waiting and self.clock() < last + (self.end_outage if self._unavailable else 0.0):
+            time.sleep(every if self._unavailable else min(every, self.quiet))
             self.poll()
 
     def poll(self) -> list[Manifest]:
         """Look once; what was published. Errors that may pass are told, and met again at the next look."""
         done: list[Manifest] = []
-        self._waiting = False
+        self._waiting = self._unavailable = False
         for path in self._folders():
             try:
                 contents = Contents.of(path)
@@ -125,6 +129,7 @@ class Publisher:
             except StoreError as error:
                 if not error.may_pass:
                     raise
+                self._unavailable = True
                 self.tell(CheckpointEvent("failed", why=str(error)))
         return done
 

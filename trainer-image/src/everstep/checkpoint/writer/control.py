@@ -36,6 +36,7 @@ TAKEOVER_TIMEOUT = 10.0  # seconds that processes of an earlier attempt may take
 SUM_TIMEOUT = 60.0  # seconds that a restore waits for what a writer sums; memory is read at some GB each second
 _ASK_TIMEOUT = 5.0
 _OTHERS_PATIENCE = 3.0  # seconds that other ranks than local rank 0 wait for its writer before they start one
+_NAMESPACE = Path("/proc/self/ns/pid")
 _MAX_KILLED = 3  # writers that are started anew since a signal ended them at once
 
 
@@ -82,6 +83,13 @@ def peer_of(peer: socket.socket) -> tuple[int, int]:
     return int(pid), int(user)
 
 
+def describe_process() -> str:
+    """Return what tells this process from those of other pid namespaces, all of which a writer sees as process 0."""
+    with contextlib.suppress(OSError):
+        return f"{_NAMESPACE.readlink()} {os.getpid()}"
+    return str(os.getpid())
+
+
 @contextlib.contextmanager
 def shorten_socket_path(path: Path) -> Any:
     """A name of `path` that fits a socket's address (108 bytes), however deep its directory is."""
@@ -124,7 +132,8 @@ class WriterLink:
 
     def hello(self, config: WriterConfig, local: int, timeout: float = ANSWER_TIMEOUT) -> None:
         """Say who we are and what the run is like; again when that has changed, on all ranks of the node."""
-        said = self.call("hello", timeout, protocol=PROTOCOL, local=local, config=vars(config))
+        process = describe_process()
+        said = self.call("hello", timeout, protocol=PROTOCOL, process=process, local=local, config=vars(config))
         self.port = said["port"]
 
     @property
@@ -354,7 +363,7 @@ def is_occupied(
     while True:
         try:
             with contextlib.closing(WriterLink.connect(directory)) as link:
-                said = link.call("occupants", _ASK_TIMEOUT)
+                said = link.call("occupants", _ASK_TIMEOUT, process=describe_process())
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             return False  # nobody listens
         except PermissionError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ from everstep.checkpoint.writer.control import WriterConfig
 from everstep.checkpoint.writer.process_identity import ProcessIdentity
 
 _POLL = 0.05  # seconds
+
+_UNSEEN = "one of another container"  # in place of the number of a process
 
 LEFT_EARLY = "left before its part was copied"
 
@@ -44,7 +47,12 @@ class Membership:
         self.known: set[int] = set()
         self.gone: set[int] = set()
         self._processes: dict[int, ProcessIdentity] = {}  # the last one that has come as each local rank
-        self._coming: dict[asyncio.StreamWriter, tuple[WriterConfig, int]] = {}  # wait to take part; their process ids
+        self._coming: dict[asyncio.StreamWriter, tuple[WriterConfig, ProcessIdentity]] = {}  # wait to take part
+        self._said: weakref.WeakKeyDictionary[asyncio.StreamWriter, str] = weakref.WeakKeyDictionary()
+
+    def introduce(self, connection: asyncio.StreamWriter, said: str) -> None:
+        """Note what the process at the other end says first of itself: see control.describe_process()."""
+        self._said.setdefault(connection, said)
 
     def is_of_run(self, run: WriterConfig) -> bool:
         """Tell whether the run that has the node is this one."""
@@ -84,7 +92,7 @@ class Membership:
             CheckpointError: Somebody else lives on, or a later attempt has the node.
         """
         until = time.monotonic() + control.TAKEOVER_TIMEOUT
-        self._coming[connection] = (identify_run(config), identify_process(connection).pid)
+        self._coming[connection] = (identify_run(config), self._identify(connection))
         try:
             while True:
                 if self.config and Attempt.parse(config.attempt) < Attempt.parse(self.config.attempt):
@@ -94,7 +102,7 @@ class Membership:
                     return
                 if time.monotonic() >= until:
                     what = f"local rank {local}" if self.is_of_run(config) else "node"
-                    pids = ", ".join(map(str, sorted({member.process.pid for member in others})))
+                    pids = ", ".join(str(pid or _UNSEEN) for pid in sorted({each.process.pid for each in others}))
                     raise CheckpointError(
                         f"this {what} belongs to attempt {self.config.attempt} of {config.url} (world "
                         f"{self.config.world}), which is alive: process {pids}; attempt "
@@ -114,18 +122,18 @@ class Membership:
 
     def join(self, connection: asyncio.StreamWriter, local: int, config: WriterConfig) -> None:
         """Note that this rank takes part in the run."""
-        process = self._processes[local] = identify_process(connection)
+        process = self._processes[local] = self._identify(connection)
         self.connected[connection] = Member(local, process, identify_run(config))
         self.known.add(local)
         self.gone.discard(local)
 
     def is_new_process(self, connection: asyncio.StreamWriter, local: int) -> bool:
         """Tell whether another process, or none, has come as this local rank before."""
-        return self._processes.get(local) != identify_process(connection)
+        return self._processes.get(local) != self._identify(connection)
 
     def find_earlier_connection(self, connection: asyncio.StreamWriter, local: int) -> asyncio.StreamWriter | None:
         """Return the connection that the same process had before this one."""
-        process = identify_process(connection)
+        process = self._identify(connection)
         old = [each for each, its in self.connected.items() if (its.local, its.process) == (local, process)]
         return old[-1] if old else None
 
@@ -138,20 +146,19 @@ class Membership:
         if self.is_of_run(config):
             return [member for member in others if member.local == local]
         # Processes that begin anew without having ended meet here, each with a connection of before.
-        meet = {pid for its, pid in self._coming.values() if its == identify_run(config)}
-        return [member for member in others if member.process.pid not in meet]
+        meet = {process for its, process in self._coming.values() if its == identify_run(config)}
+        return [member for member in others if member.process not in meet]
 
     def _list_alive(self, beside: asyncio.StreamWriter) -> list[Member]:
         # A connection alone is no sign of life: children of a rank hold it.
-        pid = identify_process(beside).pid
-        return [each for each in self.connected.values() if each.process.pid != pid and each.process.is_alive]
+        process = self._identify(beside)
+        return [each for each in self.connected.values() if each.process != process and each.process.is_alive]
+
+    def _identify(self, connection: asyncio.StreamWriter) -> ProcessIdentity:
+        """Return the process at the other end."""
+        return ProcessIdentity.of_peer(connection.get_extra_info("socket"), self._said.get(connection, ""))
 
 
 def identify_run(config: WriterConfig) -> WriterConfig:
     """Return the run that a config is of: what is known only after its nodes have met makes no other one of it."""
     return replace(config, keeper=None)
-
-
-def identify_process(connection: asyncio.StreamWriter) -> ProcessIdentity:
-    """Return the process at the other end."""
-    return ProcessIdentity.of_peer(connection.get_extra_info("socket"))

@@ -16,17 +16,24 @@ _DEAD = "ZXx"  # a zombie holds nothing and does nothing: only its parent has no
 class ProcessIdentity:
     """A process by its id and the time at which it was started, in clock ticks since boot (proc(5), field 22).
 
-    `pid` is 0 for a process of another pid namespace, of which nothing more can be seen.
+    `pid` is 0 for a process of another pid namespace, of which nothing more can be seen than what it says of itself:
+    `said`, empty for all others.
     """
 
     pid: int
     started: int
+    said: str = ""
 
     @classmethod
-    def of_peer(cls, peer: socket.socket) -> ProcessIdentity:
-        """Return the process that made the other end of a Unix socket."""
+    def of_peer(cls, peer: socket.socket, said: str = "") -> ProcessIdentity:
+        """Return the process that made the other end of a Unix socket.
+
+        Args:
+            peer: Our end.
+            said: What the process says of itself: see control.describe_process().
+        """
         pid = peer_of(peer)[0]
-        return cls(pid, (_read_stat(pid) or ("", 0))[1])
+        return cls(pid, (_read_stat(pid) or ("", 0))[1], "" if pid else said)
 
     @property
     def is_alive(self) -> bool:

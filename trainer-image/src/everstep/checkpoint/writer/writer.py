@@ -45,6 +45,7 @@ from everstep.checkpoint.writer.storing import Storing
 _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
+_SHORTEST_LOOK = 0.05  # seconds between two looks whether it is time to end
 
 
 class Writer:
@@ -119,6 +120,7 @@ class Writer:
             writer.close()
 
     async def _verb(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> Any:
+        self._membership.introduce(writer, said.get("process", ""))
         if said["verb"] == "hello":
             return await self._hello(writer, said)
         if said["verb"] == "occupants":  # for who only reads, and takes part in nothing
@@ -358,7 +360,7 @@ class Writer:
     async def _watch(self) -> None:
         while not self._has_ended():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(1.0, self._linger / 4))
+                await asyncio.wait_for(self._changed.wait(), min(1.0, max(_SHORTEST_LOOK, self._linger / 4)))
             self._changed.clear()
             try:
                 self._verifier.look(is_idle=not self._ranks and not self._storing.is_busy)
@@ -399,7 +401,9 @@ class Writer:
             return False
         if self._memory.found_no_room and self._memory.is_empty():
             return self._remove_slots()  # the ranks were told, and left
-        if time.monotonic() - max(self._idle_since, self._storing.quiet_since) < self._linger:
+        # The first rank needs a moment to connect.
+        linger = self._linger if self._config is not None else max(self._linger, control.START_TIMEOUT)
+        if time.monotonic() - max(self._idle_since, self._storing.quiet_since) < linger:
             return False
         # Nobody came back. What is in the store too need not take memory from whoever is next on this node.
         if all(slot.state in (SlotState.EMPTY, SlotState.FILLING, SlotState.STORED) for slot in self._slots):
