@@ -255,7 +255,7 @@ def test_what_cannot_be_right_is_refused_on_all_ranks_with_the_reason() -> None:
     assert changed.startswith("the model (Counting) changes its own attribute 'calls' in forward (from 0 to 1)")
     assert "parts that can be stages" in small
     assert "memory" in full
-    assert odd == "2 processes cannot be divided into 3 replicas"
+    assert odd == "data_parallel: 2 processes cannot be divided into 3 replicas"
     assert absent == "the plan file /nowhere does not exist: write it with `everstep pipeline plan`"
     assert unkept == f"the plan cannot be written to {__file__}/plan.json: File exists"
 

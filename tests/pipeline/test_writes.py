@@ -14,6 +14,8 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.engine.batchnorm import RunningStatistics  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.check import compare_gradients  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.frontend.writes import find_writes, refuse_reads_of_statistics, refuse_writes  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -176,3 +178,23 @@ def test_it_is_refused_on_all_ranks_where_a_batch_is_cut_and_unless_a_script_wan
     assert "forward writes the buffer '1.mean' of module '1' (Writing)" in one[0]
     assert "3 times a batch" in one[0]
     assert one[1:] == ["trained", "trained"]
+
+
+class Converting(nn.Module):  # type: ignore[misc]
+    """Converts a layer before it calls it, as routers of experts do, which compute in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.layer, self.two = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        self.layer = self.layer.to(torch.float32)
+        return self.two(self.layer(self.one(x)))
+
+
+def test_a_conversion_that_changes_nothing_writes_nothing_and_the_layer_learns() -> None:
+    model = Converting()
+    traced = trace_model(model, {"x": X})
+    refuse_writes(traced.record, 4)
+    stages = split_model(traced, {"layer": 1, "two": 1})
+    assert compare_gradients(model, stages, {"x": X}, lambda output: output.square().sum()) < 1e-6

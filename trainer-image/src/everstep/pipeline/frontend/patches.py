@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 
@@ -40,6 +40,7 @@ def listen_to_model(listener: RecordingListener) -> Iterator[None]:
         _patch_module_calls(listener),
         listen_to_attributes(listener),
         _patch_custom_functions(listener),
+        _patch_conversions(listener),
         _patch_autocast(listener),
         _Draws(listener),
     ):
@@ -97,6 +98,31 @@ def _patch_custom_functions(listener: RecordingListener) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original
+
+
+@contextlib.contextmanager
+def _patch_conversions(listener: RecordingListener) -> Iterator[None]:
+    """Let a `module.to(…)` in forward that changes nothing do nothing: for tensors without data, torch would put other
+    parameters in the place of the module's own."""
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, function: Any, recurse: bool = True) -> Any:
+        if not listener.busy:
+            tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+            listener.busy = True
+            try:
+                with _disable_current_modes(), torch.no_grad():
+                    if all(function(each) is each for each in tensors):
+                        return module
+            finally:
+                listener.busy = False
+        return original(module, function, recurse)
+
+    nn.Module._apply = apply
+    try:
+        yield
+    finally:
+        nn.Module._apply = original
 
 
 @contextlib.contextmanager

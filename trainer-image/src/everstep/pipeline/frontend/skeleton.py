@@ -17,6 +17,12 @@ class Skeleton(nn.Module):  # type: ignore[misc]  # torch is not where types are
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.training = original.training
+        # What the module for which it stands has, in its order, from which the first name of a shared weight follows.
+        self._order: tuple[str, ...] = (
+            original._order
+            if isinstance(original, Skeleton)
+            else tuple(name for held in _list_held(original) for name in held)
+        )
         # Only where it is needed, since it keeps the other parts alive; in a tuple, as it is no module of this one.
         self._with_own_train: tuple[nn.Module, ...] = ()
         if isinstance(original, Skeleton):
@@ -96,12 +102,16 @@ def _fill_skeleton(
 
 
 def join_skeletons(parts: Sequence[nn.Module]) -> nn.Module:
-    """Join the skeletons of several stages: return one module with all that is in them, under the same names."""
+    """Join the skeletons of several stages: return one module with all that is in them, under the same names, in the
+    order of the model."""
     if len(parts) == 1:
         return parts[0]
     made = Skeleton(parts[0])
     for part in parts:
         _join_into(made, part)
+    for each in made.modules():
+        if isinstance(each, Skeleton):
+            _sort_as_original(each)
     return made
 
 
@@ -124,6 +134,19 @@ def _join_into(made: nn.Module, part: nn.Module) -> None:
             made.add_module(name, own)
         else:
             made._modules[name] = child
+
+
+def _sort_as_original(made: Skeleton) -> None:
+    """Bring what stages have brought one after the other into the order that it has in the model: else a shared weight
+    could have another first name on this process, and the optimizer and checkpoints would not find it."""
+    place = {name: at for at, name in enumerate(made._order)}
+    for held in _list_held(made):
+        for name in sorted(held, key=lambda each: place.get(each, len(place))):
+            held[name] = held.pop(name)
+
+
+def _list_held(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module._modules
 
 
 def follow_modes(parts: Sequence[nn.Module], whole: nn.Module) -> None:
