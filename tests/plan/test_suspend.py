@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep_operator.api.job import Timeouts, TrainingJobSpec
+from everstep_operator.api.job import Timeouts, TrainingJob, TrainingJobSpec
 from everstep_operator.api.status import ConditionType
 from everstep_operator.plan.actions import CreatePods, DeleteStaleObjects
 from tests.builders import job
@@ -26,6 +26,26 @@ def test_a_suspended_job_gives_everything_back() -> None:
     assert world.status.is_true(ConditionType.SUSPENDED)
     assert world.status.nodes == 0
     assert DeleteStaleObjects(2) in made.actions
+
+
+def test_a_failure_after_a_resume_that_waits_is_no_end_though_the_cache_is_behind() -> None:
+    """Its ranks were told to stop, whatever they say of it; the newer CRDs alone keep it from starting again."""
+    world = World(job().restart(application=3).build()).run("Running")
+    before = dict(world.pods)
+    world.edit(suspend=True)
+    world.reconcile()
+    world.job = TrainingJob.parse_stored({**world.job.manifest(), "spec": {**world.job.manifest()["spec"], "later": 1}})
+    world.edit(suspend=False)
+    world.exit(0, 0)
+    world.reconcile()
+    assert (world.phase, world.status.transitions[-1].reason) == ("Pending", "UnknownFields")
+    world.fail_rank()
+    world.reconcile(pods=before)
+    assert world.phase == "Pending"
+    world.job = TrainingJob.parse(
+        {**world.job.manifest(), "spec": {k: v for k, v in world.job.manifest()["spec"].items() if k != "later"}}
+    )
+    world.run("Running")
 
 
 @pytest.mark.parametrize("result", ["succeeded", "failed"])

@@ -36,7 +36,8 @@ def find_own_outcome(s: PlanContext) -> job_outcome.JobOutcome | None:
     if not (s.spec.suspend or (is_resuming(s) and not _is_edited(s))):
         return None
     outcome = job_outcome.find_outcome(s)
-    told_to_stop = s.phase is Phase.STOPPING or any(pod.deleting for pod in s.current.values())
+    # A job that could not be resolved at its resume has had its pods deleted too, whether or not the cache shows it.
+    told_to_stop = s.phase in (Phase.STOPPING, Phase.PENDING) or any(pod.deleting for pod in s.current.values())
     if outcome is None or (told_to_stop and (s.plain or outcome.phase is Phase.FAILED)):
         return None
     return outcome
