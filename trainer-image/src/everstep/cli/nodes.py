@@ -20,7 +20,7 @@ def nodes(
     """List nodes on which jobs have failed, and remove what is on record of them.
 
     New pods avoid a node after two failures of their namespace or of two namespaces, or one of a GPU, for a day (the
-    chart's nodeFailureWindowSeconds), and never more than a quarter of all nodes.
+    chart's nodeFailureWindowSeconds): at most a quarter of all nodes, and one in any case.
     """
     from datetime import UTC, datetime
 
