@@ -26,6 +26,9 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 EPOCH = 1
 TOKEN_BYTES = 32
 KILL_SECONDS = 5.0
+ENDING_SECONDS = (
+    150.0  # seconds in which the agents of a command that was killed have ended: their grace, and some more
+)
 PARENT_DEATH_SIGNAL = signal.SIGUSR2  # agents take it for a stop, and do not count it: it may come several times
 _PR_SET_PDEATHSIG = 1
 
@@ -159,6 +162,9 @@ def lock_base_folder(base: Path) -> Iterator[int]:
     """Make the folder of a run, and hold it for this run alone: two would write each other's token, configuration and
     fencing token.
 
+    The agents of a command that was killed hold it until they have ended, since their ranks save first. They are waited
+    for: whoever kills a command is likely to start it again at once.
+
     Args:
         base: The folder.
 
@@ -174,17 +180,46 @@ def lock_base_folder(base: Path) -> Iterator[int]:
     except OSError as error:
         raise CliError(f"{error.filename}: {error.strerror}: give another folder with --base") from error
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CliError(
-                f"{base} is in use by another run: wait until it ends, or give another folder with --base"
-            ) from error
-        except OSError:  # a file system without locks
-            pass
+        deadline = time.monotonic() + ENDING_SECONDS
+        while not _try_to_lock(lock):
+            if time.monotonic() > deadline or _is_owner_alive(base / "lock"):
+                raise CliError(
+                    f"{base} is in use by another run: wait until it ends, or give another folder with --base"
+                )
+            time.sleep(0.05)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, _describe_process(os.getpid()).encode(), 0)
         yield lock
     finally:
         os.close(lock)
+
+
+def _try_to_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
+def _is_owner_alive(file: Path) -> bool:
+    """Tell whether the command that has locked a folder lives, as far as its file says: else only its agents do."""
+    try:
+        said = file.read_text()
+        return not said or _describe_process(int(said.split()[0])) == said
+    except (OSError, ValueError):
+        return True
+
+
+def _describe_process(pid: int) -> str:
+    """Return the number of a process and when it began, which no later one has in common; 0 where it does not live."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return f"{pid} 0"
+    return f"{pid} {'0' if state in 'ZX' else fields[18]}"
 
 
 def _make_parent_death_hook() -> Callable[[], object] | None:
