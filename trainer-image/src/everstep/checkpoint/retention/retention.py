@@ -14,7 +14,7 @@ from everstep.checkpoint.catalog.manifests import read_index
 from everstep.checkpoint.catalog.needed_checkpoints import find_needed_checkpoints
 from everstep.checkpoint.catalog.verification import OnBytes, VerifiedCheckpoints, list_marks
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
-from everstep.checkpoint.format.keys import DATA, LEASES, Key
+from everstep.checkpoint.format.keys import DATA, LEASES, Attempt, Key
 from everstep.checkpoint.store.base import Store, StoredObject
 
 SWEEP_AFTER = 24 * 3600.0  # seconds; longer than any save takes
@@ -173,6 +173,20 @@ def prune_verified(
     return prune_store(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best | needed)
 
 
+def remove_uncommitted(store: Store, attempt: Attempt, after: Key | None) -> None:
+    """Remove what an attempt has stored of saves that were never committed, and are later than a checkpoint.
+
+    Args:
+        store: Where nobody writes for this attempt at this moment.
+        attempt: Its saves of these steps will have the same names.
+        after: That checkpoint stays, as do those before it; None: nothing stays but what is committed.
+    """
+    data, marked, keys = _list_data(store, f"{DATA}{attempt}/"), list_marks(store), list_candidates(store)
+    for key in {*data, *marked}.difference(keys):
+        if key.attempt == attempt and (after is None or key > after):
+            _remove_files(store, key, [*data.get(key, ()), *marked.get(key, ())])
+
+
 def _remove_files(store: Store, key: Key, entries: Collection[StoredObject]) -> None:
     """Remove data and marks of what is no checkpoint any more: what nodes have announced goes before all else.
 
@@ -196,9 +210,9 @@ def _is_unknown(store: Store, key: Key) -> bool:
     return False
 
 
-def _list_data(store: Store) -> dict[Key, list[StoredObject]]:
+def _list_data(store: Store, prefix: str = DATA) -> dict[Key, list[StoredObject]]:
     found: dict[Key, list[StoredObject]] = defaultdict(list)
-    for entry in store.list(DATA):
+    for entry in store.list(prefix):
         with suppress(ValueError):  # no file of a checkpoint: somebody else's
             found[Key.of_data(entry.name)].append(entry)
     return found

@@ -20,6 +20,7 @@ from everstep.checkpoint.format.keys import MANIFESTS, Attempt, Key
 from everstep.checkpoint.peers.discovery import connect_peers
 from everstep.checkpoint.publish import attempts
 from everstep.checkpoint.ranks.topology import Topology
+from everstep.checkpoint.retention.retention import remove_uncommitted
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.base import Store
@@ -109,12 +110,16 @@ def claim_node(
     # First what may keep a writer from starting, which one rank of its node alone hears: the others would wait for it.
     group.run_on_all_ranks(lambda: control.ensure_writer(directory, linger_seconds) if topology.local == 0 else None)
     node = group.run_on_all_ranks(lambda: WriterConnection(directory, config, topology.local, linger_seconds))
-    if seen is not None:
+    restored = None if seen is None else seen.restored
+    if given is not None or seen is not None:
         try:
+            if given is not None:
+                _drop_steps_ahead(store, given, restored, topology, group, node)
             # Only now: the run that had the node may have saved for as long as it was waited for.
-            group.run_on_all_ranks(
-                lambda: _check_nothing_newer(store, seen, given, identity, topology, directory, config)
-            )
+            if seen is not None:
+                group.run_on_all_ranks(
+                    lambda: _check_nothing_newer(store, seen, given, identity, topology, directory, config)
+                )
         except BaseException:
             with suppress(CheckpointError):
                 node.call("bye")  # its memory is given back, once what is in it is stored
@@ -162,6 +167,35 @@ def claim_attempt(
         # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.
         _log.warning("whether a later attempt has used the store is not known: %s", error)
     return str(given), run
+
+
+def _drop_steps_ahead(
+    store: Store,
+    attempt: Attempt,
+    restored: Key | None,
+    topology: Topology,
+    group: RankGroup,
+    node: WriterConnection,
+) -> None:
+    """Drop what ranks of this very attempt, which was given, have saved before, later than what training goes on from.
+
+    A launcher may start ranks again under one attempt. They reach these steps again, maybe with other values, and what
+    is left of a save that was never whole has the names of theirs. Collective over `group`.
+
+    Raises:
+        CheckpointError: It has been committed after all.
+    """
+    key = None if restored is None else str(restored)
+    group.run_on_all_ranks(lambda: node.call_until_heard("drop_ahead", to=key) if topology.local == 0 else None)
+
+    def remove() -> None:
+        try:
+            _check_goes_on(store, attempt, restored)
+            remove_uncommitted(store, attempt, restored)
+        except StoreError as error:
+            _log.warning("what earlier ranks of attempt %s have left in the store is not known: %s", attempt, error)
+
+    group.run_on_first_rank(remove)
 
 
 def check_is_empty(store: Store, keep_last: int) -> None:

@@ -58,6 +58,8 @@ class Save:
         self.needs_slot = True
         self.stored: Manifest | None = None  # this node's share, once it is durable
         self.committed = False
+        self.is_dropped = False  # nobody is told how it ends
+        self.is_under_way = True  # it may write to the store at this moment
         self.told = 0.0
 
 

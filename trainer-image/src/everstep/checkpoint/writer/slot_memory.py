@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.peers import replica_slots
 from everstep.checkpoint.peers.replica_slots import Copies
@@ -106,6 +108,11 @@ class SlotMemory:
         """Return the slots and copies that are claimed by another run than this one."""
         places = [*self._slots, *replica_slots.open_peer_copies(self._slots.directory)]
         return [slot for slot in places if (claim := slot.claimed()) is not None and is_other_run(claim.run, run)]
+
+    def find_slots(self, means: Callable[[Key], bool]) -> list[Slot]:
+        """Return the slots and copies that are claimed for checkpoints of which this is true."""
+        places = [*self._slots, *replica_slots.open_peer_copies(self._slots.directory)]
+        return [slot for slot in places if (claim := slot.claimed()) is not None and means(claim.key)]
 
     def is_empty(self) -> bool:
         """Tell whether there is no slot, of this node or of another one's."""

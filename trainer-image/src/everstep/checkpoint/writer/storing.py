@@ -19,6 +19,7 @@ from everstep.checkpoint.writer.keeper import Committed, Keeper, Save
 _log = logging.getLogger("everstep.checkpoint.writer")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a save that failed is tried again
+_DROPPING, _POLL = 10.0, 0.01  # seconds for a request that is on its way to a store when its save is dropped
 
 
 class Storing:
@@ -84,6 +85,20 @@ class Storing:
         for key in [key for key in self.saves if key.attempt < newest.attempt]:
             self.give_up(key, f"{newest} is newer, and its run has ended")
 
+    async def drop(self, means: Callable[[Key], bool]) -> None:
+        """Give up all saves of which this is true, and return when nothing is written for them any more: what is saved
+        under the same names from here on is another thing."""
+        dropped = [self.saves.pop(key) for key in [key for key in self.saves if means(key)]]
+        for save in dropped:
+            save.is_dropped, save.progress.given_up = True, "training has gone back to an earlier step"
+        for keys in (self._void, self._failed):  # before anything is tried again
+            keys.difference_update([key for key in keys if means(key)])
+        # One that waits for a store that is away writes nothing after that.
+        for _ in range(round(_DROPPING / _POLL)):
+            if not any(save.is_under_way for save in dropped):
+                break
+            await asyncio.sleep(_POLL)
+
     def list_unsaved(self) -> list[tuple[Slot, Claim]]:
         """Return saves that failed and are not in a store, nor anything newer: these may be the only copy of a run."""
         found = [(slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key in self._failed]
@@ -119,7 +134,7 @@ class Storing:
                 result = await self._keep_trying(save)
         except Committed as found:
             self._failed.discard(key)
-            if key.attempt == Attempt.parse(save.config.attempt):
+            if key.attempt == Attempt.parse(save.config.attempt) and not save.is_dropped:
                 self._report_left_behind(key, found)
         except TimeoutError:
             why = save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
@@ -128,15 +143,19 @@ class Storing:
             why = f"{error}" or repr(error)
             if isinstance(error, FileNotFoundError) or not save.slot.path.exists():  # a store's errors are others
                 why = explain_removed(save.slot.path)
-            if isinstance(error, Fenced):  # that will not pass
+            if isinstance(error, Fenced) and not save.is_dropped:  # that will not pass
                 self._void.add(key)
         else:
             self._failed.discard(key)
             self._report({"event": "saved" if save.committed else "put", "key": str(key), **result})
         finally:
-            self.saves.pop(key, None)
+            save.is_under_way = False
+            if self.saves.get(key) is save:
+                del self.saves[key]
             if not save.again:
                 self.quiet_since = time.monotonic()
+        if save.is_dropped:
+            return
         if why:
             self._fail(save, why)
         if save.committed:
@@ -158,8 +177,10 @@ class Storing:
             _log.info("%s is tried again in %g s: %s", save.claim.key, pause, why)
             self._report({"event": "retrying", "key": str(save.claim.key), "why": why, "seconds": pause})
             save.needs_slot, save.doing = False, f"waiting to try again after: {why}"
+            save.is_under_way = False
             await asyncio.sleep(pause)
             save.progress.step()
+            save.is_under_way = True
             # From here to the first await nobody takes the slot.
             if save.stored is None and save.slot.claimed() != save.claim:
                 raise CheckpointError(f"its slot was needed for a newer save ({why})")

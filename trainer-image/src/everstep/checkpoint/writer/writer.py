@@ -40,6 +40,7 @@ from everstep.checkpoint.writer.membership import LEFT_EARLY, Member, Membership
 from everstep.checkpoint.writer.save_ends import SaveEnds
 from everstep.checkpoint.writer.slot_choice import choose_slot, will_be_free
 from everstep.checkpoint.writer.slot_memory import SlotMemory, is_other_run
+from everstep.checkpoint.writer.steps_ahead import drop_steps_ahead
 from everstep.checkpoint.writer.storing import Storing
 
 _log = logging.getLogger("everstep.checkpoint.writer")
@@ -156,6 +157,8 @@ class Writer:
                 )
             case "lost":
                 return sorted(self._membership.known - {each.local for each in self._ranks.values()})
+            case "drop_ahead":
+                return await drop_steps_ahead(self._storing, self._memory, self._ends, rank.run.attempt, said["to"])
             case "tidying":
                 return self._keeper.is_tidying
             case "bye":
@@ -178,8 +181,7 @@ class Writer:
         self._membership.config = config  # the keeper of our copies is known now
         if writer not in self._ranks:
             before = self._membership.find_earlier_connection(writer, local)
-            is_new = self._membership.is_new_process(writer, local)
-            self._filling.join(local, writer, before, is_new_process=is_new)
+            self._filling.join(local, writer, before, is_new_process=self._membership.is_new_process(writer, local))
         self._membership.join(writer, local, config)
         self._memory.cancel_removal()
         self._copier.aim(config.keeper, config.secret)
@@ -244,8 +246,7 @@ class Writer:
             return
         local = lost.local
         for key in self._filling.without(local, writer):
-            rank = self._config.ranks[local]
-            self._give_up(key, f"{CheckpointRankLost([rank], LEFT_EARLY)}")
+            self._give_up(key, f"{CheckpointRankLost([self._config.ranks[local]], LEFT_EARLY)}")
 
     # ---- a save
 
@@ -425,8 +426,7 @@ class Writer:
 
 async def _serve_node(directory: Path, linger: float, has_directory: Callable[[], bool]) -> None:
     writer = Writer(directory, linger, has_directory)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, writer.tell_to_end)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, writer.tell_to_end)
     await writer.serve()
 
 
