@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -145,3 +146,13 @@ async def until(condition: Callable[[], Any], what: str = "") -> None:
     while not condition():
         assert time.monotonic() < end, f"not within {DEADLINE:g} s: {what or condition}"
         await asyncio.sleep(0.002)
+
+
+def leader_of(agents: list[Agent]) -> LeaderState:
+    assert agents[0].leader is not None
+    return agents[0].leader
+
+
+def fence(agent: Agent) -> dict[str, object]:
+    state: dict[str, object] = json.loads(agent.fence.read_text())
+    return state

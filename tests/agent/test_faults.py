@@ -17,9 +17,8 @@ from everstep.agent.system.tasks import Tasks
 from everstep.checkpoint.format.keys import Attempt
 from everstep.checkpoint.publish.fence import explain_fence
 
-from .fakes import gang, until
+from .fakes import fence, gang, leader_of, until
 from .laptop import SOURCE, Laptop
-from .test_gang import fence, leader_of
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts need root")
 

@@ -9,8 +9,7 @@ import pytest
 
 from everstep.agent.config import AgentConfig
 
-from .fakes import Agent, gang, introduce, local, until
-from .test_gang import leader_of
+from .fakes import Agent, gang, introduce, leader_of, local, until
 
 FENCED = {"epoch": 1, "generation": 1, "fenced": True}
 

@@ -12,8 +12,7 @@ from everstep.agent.node.fencing import StallDetector
 from everstep.agent.wire.http_server import HttpRequest
 
 from .bench import running
-from .fakes import gang, until
-from .test_gang import leader_of
+from .fakes import gang, leader_of, until
 
 
 async def test_a_leader_that_stands_still_and_goes_on_finds_its_links(tmp_path: Path) -> None:

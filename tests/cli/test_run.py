@@ -239,6 +239,17 @@ def test_a_run_whose_leader_is_killed_is_never_taken_for_the_run_before_it(start
     assert "the leader exited without a message" in err
 
 
+def test_a_command_that_was_killed_may_be_started_again_while_its_ranks_still_end(
+    started: Started, everstep: Everstep, manifest: Callable[..., str], tmp_path: Path
+) -> None:
+    """They hold the base until they have: what they write last is not for two runs."""
+    process = started(WAITS.replace("sys.exit(0)", "(time.sleep(2), open('ended', 'w'), sys.exit(0))"), nodes=1)
+    process.kill()
+    done = everstep("run", "-f", manifest(TELL, numNodes=1), "--base", "base")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ended").exists()
+
+
 def test_a_base_belongs_to_one_run_at_a_time(
     started: Started, everstep: Everstep, manifest: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.restart import ExitCodeAction
@@ -33,7 +32,6 @@ from everstep_operator.plan.leader_view import (
     LeaderProgress,
     LeaderView,
     ReportedCheckpoint,
-    ReportedGeneration,
     RequestedCheckpoint,
     SickGpu,
     UncleanPod,
@@ -54,44 +52,13 @@ from everstep_operator.plan.observation import (
 from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import read_frozen_template
 from tests.builders import CREATED
+from tests.plan.simulated_leader import SimulatedLeader
 
 START = CREATED.timestamp()
 
 
 class OperatorDied(Exception):
     """Raised inside a reconcile at the place where a test wants the operator to be killed."""
-
-
-@dataclass
-class Leader:
-    """Agent 0 of one pod: forms generations of whatever runs, and keeps the generation history."""
-
-    epoch: int
-    uid: str
-    budget: int  # application restarts, before the operator says more
-    generation: int = 0
-    phase: str = "forming"
-    members: tuple[str, ...] = ()
-    history: list[ReportedGeneration] = field(default_factory=list)
-    outcome: LeaderOutcome | None = None
-    started_at: float | None = None
-    step: int = 0
-    charged: str = ""
-    request: str = ""  # id of the newest request for a checkpoint
-    request_due: float | None = None  # when the ranks have saved for it
-    saved_step: int | None = None
-
-    def end_generation(self, cause: str, now: float, **fields: object) -> None:
-        entry = ReportedGeneration(id=f"{self.epoch}.{self.generation}", cause=cause, ended_at=now)
-        self.history.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
-        self.phase, self.members = "forming", ()
-
-    def left(self, find_action: Callable[[int | None], ExitCodeAction]) -> int:
-        """Application restarts that are still allowed."""
-        known = [e.id for e in self.history]
-        after = known.index(self.charged) + 1 if self.charged in known else 0
-        failed = [e for e in self.history[after:] if e.cause == "Application"]
-        return self.budget - sum(find_action(e.exit_code) is ExitCodeAction.RETRY for e in failed)
 
 
 class World:
@@ -102,7 +69,7 @@ class World:
         self.version = 1
         self.pods: dict[str, PodView] = {}
         self.config_maps: dict[str, object] = {}
-        self.leader: Leader | None = None
+        self.leader: SimulatedLeader | None = None
         self.leader_reachable = True
         self.answered_at: float | None = None
         self.asked: tuple[str, float] | None = None  # the pod 0 that the operator polls, and since when
@@ -347,7 +314,7 @@ class World:
         if head is None or not head.running:
             return
         if self.leader is None:
-            self.leader = Leader(head.epoch, head.uid, self.job.spec.restart.application)
+            self.leader = SimulatedLeader(head.epoch, head.uid, self.job.spec.restart.application)
         leader, running = (
             self.leader,
             {
