@@ -219,7 +219,9 @@ def test_only_what_an_optimizer_holds_is_copied_while_training_goes_on(tmp_path:
     slots = Slots.create(tmp_path / "memory", 1)
     slots.reserve(list(plan.sizes), 1)
     staging = Recording()
-    snapshots = Snapshots(slots, plan, Topology(0, 1, 0, 1, (0,)), "xxh3_64", staging, of_optimizers(objects, rank=0))
+    snapshots = Snapshots(
+        slots, plan, Topology(0, 1, 0, 1, (0,)), "xxh3_64", staging, of_optimizers(objects, rank=0), 2
+    )
     snapshots.take(slots[0], Key(Attempt(0, 1), 5), tensors)
     staging.close()
     steady = {box.tensor for box, kept in zip(plan.boxes, staging.steady, strict=True) if kept}

@@ -419,7 +419,9 @@ class Saver:
         self.close()
         self._plan, self._layout, self._bulk = plan, layout, frozenset(found[0].bulk)
         self._staging = choose_staging(list(found[0].tensors.values()))
-        self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging, steady)
+        self._snapshots = Snapshots(
+            self._slots, plan, topology, self._how.checksum, self._staging, steady, self._node.config.slots
+        )
         return found[0]
 
     def _absent(self) -> list[int]:

@@ -58,9 +58,12 @@ class Snapshots:
         checksum: str,
         staging: Staging,
         steady: Collection[str],
+        count: int,
     ) -> None:
-        """`steady`: names of tensors that nobody changes before the next step of an optimizer."""
+        """`steady`: names of tensors that nobody changes before the next step of an optimizer. `count`: of the slots
+        that the run fills; another one, of an earlier run, may have no part for this rank."""
         self._slots = slots
+        self._count = count
         self._plan = plan
         self._rank = topology.rank
         self._local = topology.local
@@ -82,7 +85,7 @@ class Snapshots:
         `is_beside_training`: what is steady may be copied while training goes on.
         """
         if not self._windows:
-            self._windows = {each.number: self._open(each) for each in self._slots}
+            self._windows = {each.number: self._open(each) for each in self._slots.first(self._count)}
         window = self._windows[slot.number]
         window.head(part_header(key, self._rank, self._checksum))
         steady = self._steady if is_beside_training else ()
