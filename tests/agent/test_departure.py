@@ -77,6 +77,14 @@ def test_of_two_pods_the_one_with_less_time_counts() -> None:
     assert bench.history == [("1.1", "Leaving", 1)], "the first one is why"
 
 
+def test_of_several_saves_the_one_behind_which_nobody_trains_counts() -> None:
+    """Ranks that save every few steps have some under way when they are asked, and train on meanwhile."""
+    bench = leave(train(running(), 20, saved=10))
+    assert train(bench, 27, saved=25).phase == "running"
+    assert train(bench, 29, saved=25).phase == "running"
+    assert train(bench, 29, saved=30).phase == "stopping", "the step at which they wait is told when it is done"
+
+
 def test_ranks_that_never_spoke_of_checkpoints_get_their_whole_grace_at_once() -> None:
     assert leave(running()).phase == "stopping"
     assert leave(Bench().join_all()).phase == "stopping", "they do not run yet"

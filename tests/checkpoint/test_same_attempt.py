@@ -7,7 +7,7 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -45,7 +45,7 @@ def values(tensors: Any) -> set[float]:
     return {value.item() for tensor in tensors for value in tensor.unique()}
 
 
-def session(rank: int, folder: Path, peers: int) -> Checkpointer:
+def session(rank: int, folder: Path, peers: Literal[0, 1]) -> Checkpointer:
     """Each rank is a node of its own, and the attempt is the same each time."""
     os.environ["NODE_RANK"] = str(rank)
     return everstep.checkpointer(
@@ -67,7 +67,7 @@ def is_announced(folder: Path) -> bool:
     return (folder / "store" / LOST.node_name(1)).exists()
 
 
-def save_in_part_and_die(rank: int, folder: Path, peers: int) -> None:
+def save_in_part_and_die(rank: int, folder: Path, peers: Literal[0, 1]) -> None:
     made = model(0)
     ckpt = session(rank, folder, peers)
     ckpt.restore(model=made)
@@ -90,7 +90,7 @@ def save_in_part_and_die(rank: int, folder: Path, peers: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def go_on(rank: int, folder: Path, peers: int) -> tuple[int, set[float]]:
+def go_on(rank: int, folder: Path, peers: Literal[0, 1]) -> tuple[int, set[float]]:
     made = model(-1)
     with session(rank, folder, peers) as ckpt:
         start = ckpt.restore(model=made)
@@ -103,7 +103,7 @@ def go_on(rank: int, folder: Path, peers: int) -> tuple[int, set[float]]:
 @pytest.mark.parametrize("peers", [0, 1])
 @pytest.mark.parametrize("memory", ["of node 1 is there, with its writer", "is gone"])
 def test_a_save_is_not_completed_by_what_ranks_before_had_stored_of_the_same_step(
-    memory: str, peers: int, tmp_path: Path
+    memory: str, peers: Literal[0, 1], tmp_path: Path
 ) -> None:
     try:
         ranks.run(2, save_in_part_and_die, tmp_path, peers, dies=[0, 1])

@@ -16,12 +16,13 @@ class PendingCheckpoint:
         self._told = 0  # the generation that has had it
         self._from_step = 0  # a checkpoint of this step or later was saved for it
         self._saved_step: int | None = None
+        self._newest_step: int | None = None  # of all that were saved since: ranks may save by themselves, too
 
     def take(self, now: float, request: CheckpointRequest) -> bool:
         """Take in a request. Return False if it is the one that is known already."""
         if self._request is not None and self._request.id == request.id:
             return False
-        self._request, self._told, self._saved_step = request, 0, None
+        self._request, self._told, self._saved_step, self._newest_step = request, 0, None, None
         self._until = None if request.seconds is None else now + request.seconds
         return True
 
@@ -47,7 +48,7 @@ class PendingCheckpoint:
         left = None if self._until is None else self._until - now
         if left is not None and left <= 0:
             return None
-        self._told = generation
+        self._told, self._newest_step = generation, None
         self._from_step = trained if trained is not None else (saved + 1 if saved is not None else 0)
         return CheckpointRequest(request.id, left)
 
@@ -79,11 +80,14 @@ class PendingCheckpoint:
         return self._saved_step is not None and self.holds_training(now, generation) and not self._is_behind(trained)
 
     def _is_behind(self, trained: int | None) -> bool:
-        return self._saved_step is not None and trained is not None and trained > self._saved_step
+        return self._newest_step is not None and trained is not None and trained > self._newest_step
 
     def note_checkpoint(self, generation: int, step: int | None) -> bool:
         """Take in the step of the newest committed checkpoint. Return True if it is the one that was asked for."""
-        if self._told != generation or self._saved_step is not None or step is None or step < self._from_step:
+        if self._told != generation or step is None or step < self._from_step:
+            return False
+        self._newest_step = step
+        if self._saved_step is not None:
             return False
         self._saved_step = step
         return True
