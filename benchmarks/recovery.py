@@ -203,7 +203,7 @@ def take_api_server_away(site: Site) -> float:
 def measure_memory(site: Site) -> float:
     """Return the largest part of its limit that a pod has used: 2 pods of 2 ranks with a state of 1 GB, 20 saves and 5
     crashes of ranks."""
-    name = start_job(site, nodes=2, procs=2, size=1_000_000_000, memory="6Gi")
+    name = start_job(site, nodes=2, procs=2, size=1_000_000_000, memory="6Gi", is_limited=True)
     try:
         for crash in range(1, 6):
             step = 40 * crash
@@ -282,6 +282,7 @@ def start_job(
     crash: int = 0,
     memory: str = "1Gi",
     spread: bool = False,
+    is_limited: bool = False,
 ) -> str:
     """Create a job that trains until it is deleted, wait until it runs, and return its name."""
     name = f"recovery-{next(_numbers)}"
@@ -294,7 +295,10 @@ def start_job(
         numProcPerNode=procs,
         checkpoint=site.store.policy(name, everySteps=10),
         restart={"maxBackoff": "0s", "application": 9},
-        resources={"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
+        resources={
+            "requests": {"cpu": "100m", "memory": memory},
+            "limits": {"memory": memory} if is_limited else {},
+        },
         podTemplate={"spec": {"affinity": APART if spread else {}}},
     )
     site.cluster.apply(job, namespace=site.namespace)

@@ -44,8 +44,8 @@ class RestartPolicy(ApiModel):
     the first step beyond all that were made before the last restart; the program must report its steps. Absent: only
     `window` lets restarts expire."""
     on_exit_codes: Annotated[list[ExitCodeRule], Field(max_length=16), Atomic()] = Field(default_factory=list)
-    """What follows when a rank exits with certain codes; the first rule that lists a code decides. Codes that none
-    lists are `Retry`. Ranks that are killed for memory or hang are no matter of exit codes."""
+    """Rules for ranks that exit with certain codes. The first rule that lists a code decides; a code that none lists is
+    `Retry`. Ranks that are killed for memory, or hang, are charged whatever their exit code."""
     fencing: Literal["checkpoint", "strict"] = "checkpoint"
     """Stops ranks without a connection to the leader from publishing checkpoints, or with `strict` from running."""
     max_backoff: Annotated[Duration, limit_duration("0s", "1h")] = timedelta(minutes=1)
