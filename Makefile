@@ -8,7 +8,7 @@ RUN_TORCH = UV_PROJECT_ENVIRONMENT=.venv-torch $(UV) run --quiet
 NARROW = not integration and not e2e and not chaos and not torch and not gpu
 # A Python that has torch already, in place of .venv-torch: `make test-gpu PYTHON=python3`.
 PYTHON ?=
-RUN_GPU = $(if $(PYTHON),PYTHONPATH=trainer-image/src:. $(PYTHON),$(RUN_TORCH) python)
+RUN_GPU = $(if $(PYTHON),PYTHONPATH=$(CURDIR)/trainer-image/src:$(CURDIR)$(addprefix :,$(PYTHONPATH)) $(PYTHON),$(RUN_TORCH) python)
 UNIT = -m "$(NARROW)"
 # Where compiled modules may not be kept, each process compiles a thousand of them anew: half of a run of the tests.
 export PYTHONDONTWRITEBYTECODE =

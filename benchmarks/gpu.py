@@ -22,24 +22,30 @@ from typing import Any
 import torch
 
 import everstep
+from benchmarks.gpu_pipeline import pipeline_rows
 
 RESULT = Path("build/bench/gpu.json")
 REPEATS = 5
 LAYERS = 16
-TRAINED_STEPS = 40
+FEW, MANY = 64, 4096  # samples of a step
+TRAINED_STEPS = {FEW: 40, MANY: 8}
 
 Samples = dict[str, list[float]]
 
 
 class Model:
-    """Weights and two moments of an Adam, of a number of bytes together."""
+    """Weights and two moments of an Adam, of a number of bytes together.
+
+    Forward and backward of FEW samples take less time than a copy of the state, which the optimizer then waits for;
+    those of MANY hide it, as in most trainings.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         width = max(16, int((size / 3 / 4 / LAYERS) ** 0.5))
         self.device = device
         self.model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-6)
-        self.data = torch.randn(64, width, device=device)
+        self.data = torch.randn(FEW, width, device=device)
 
     def objects(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
@@ -99,10 +105,12 @@ def stall_rows(model: Model, ckpt: Any, folder: Path) -> dict[str, Samples]:
 def train_cost_row(model: Model, ckpt: Any, first: int) -> Samples:
     """Steps with one save among them, beside as many without."""
 
+    steps = TRAINED_STEPS[len(model.data)]
+
     def train(saves: bool) -> None:
-        for number in range(TRAINED_STEPS):
+        for number in range(steps):
             model.step()
-            if saves and number == TRAINED_STEPS // 2:
+            if saves and number == steps // 2:
                 ckpt.save(first)
 
     samples: Samples = {"ours": [], "floor": []}
@@ -163,10 +171,12 @@ def measure(size: int, device: torch.device, folder: Path, memory: Path) -> dict
     ) as ckpt:
         ckpt.track(**model.objects())
         rows = stall_rows(model, ckpt, folder)
-        rows["train-cost"] = train_cost_row(model, ckpt, 1000)
+        rows["train-cost-short-steps"] = train_cost_row(model, ckpt, 1000)
+        model.data = model.data.repeat(MANY // FEW, 1)
+        rows["train-cost-long-steps"] = train_cost_row(model, ckpt, 2000)
     del model
     rows["restore"] = restore_row(size, device, folder / "store", memory)
-    return rows
+    return rows | pipeline_rows(device, folder)
 
 
 def main(arguments: list[str]) -> int:
@@ -192,9 +202,10 @@ def main(arguments: list[str]) -> int:
     print(f"{name}, torch {torch.__version__}, {chosen.size / 1e9:g} GB; medians of {REPEATS}")
     for row, samples in rows.items():
         ours, floor = statistics.median(samples["ours"]), statistics.median(samples["floor"])
-        result = {"name": row, "value": ours, "floor": floor, "ratio": ours / floor, "unit": "s", "samples": samples}
+        unit = "GB" if "memory" in row else "s"
+        result = {"name": row, "value": ours, "floor": floor, "ratio": ours / floor, "unit": unit, "samples": samples}
         results.append({**result, "device": name, "bytes": chosen.size})
-        print(f"{row:18} {ours:10.4f} s  floor {floor:10.4f} s  ratio {ours / floor:8.3f}")
+        print(f"{row:24} {ours:10.4f} {unit:2}  floor {floor:10.4f} {unit:2}  ratio {ours / floor:8.3f}")
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(results, indent=1))
     print(f"written to {RESULT}")

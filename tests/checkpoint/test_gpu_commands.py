@@ -41,11 +41,21 @@ def test_the_tests_for_gpus_pass_on_a_processor(tmp_path: Path) -> None:
         "test_what_is_saved_while_training_goes_on_is_restored_bit_for_bit",
         "test_large_states_are_saved_one_after_the_other",
         "test_several_processes_on_one_gpu_over_gloo",
+        "test_processes_on_one_gpu_train_as_one_process_does",
+        "test_replicas_on_one_gpu_train_as_one_process_does",
+        "test_a_job_on_all_gpus_that_crashes_goes_on_where_it_was",
     }
 
 
 def test_the_benchmark_for_gpus_measures_all_rows_on_a_processor(tmp_path: Path) -> None:
     run_module(tmp_path, "benchmarks.gpu", "--device", "cpu", "--size", "1000000", "--folder", str(tmp_path / "stores"))
     rows = json.loads((tmp_path / "build" / "bench" / "gpu.json").read_text())
-    assert [row["name"] for row in rows] == ["stall-copy", "stall-torch-save", "train-cost", "restore"]
+    assert [row["name"] for row in rows] == [
+        "stall-copy",
+        "stall-torch-save",
+        "train-cost-short-steps",
+        "train-cost-long-steps",
+        "restore",
+        "pipeline-step",
+    ]
     assert all(row["samples"]["ours"] and row["samples"]["floor"] for row in rows)

@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+import everstep
 from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.keys import Attempt
@@ -410,6 +412,28 @@ def test_a_writer_that_cannot_start_is_told_with_its_own_words(site: Site, monke
     (site.folder / "asyncio.py").write_text("raise ImportError('no asyncio today')")
     with pytest.raises(WriterLost, match="no asyncio today"):
         site.node()
+
+
+@pytest.mark.parametrize("how", ["relative PYTHONPATH", "sys.path"])
+def test_it_starts_wherever_the_rank_found_its_packages(tmp_path: Path, how: str) -> None:
+    """None of them is installed: as with a checkout, or packages that a script or a job adds to its path by itself."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/everstep").symlink_to(Path(str(everstep.__file__)).parent)
+    (tmp_path / "json.py").write_text("raise ImportError('a module of the script')")
+    packages = sysconfig.get_path("purelib")
+    added = [str(tmp_path / "own"), packages, str(tmp_path)] if how == "sys.path" else []
+    script = f"""
+import json, sys
+from pathlib import Path
+sys.path += {added}
+from everstep.checkpoint.writer import control
+control.ensure_writer(Path("memory").absolute(), linger=0.1)
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if not added:
+        environ["PYTHONPATH"] = os.pathsep.join(["own", os.path.relpath(packages, tmp_path)])
+    python = Path(sys.base_prefix, "bin", "python3")  # without the packages of this environment
+    subprocess.run([python, "-P", "-c", script], cwd=tmp_path, env=environ, check=True, timeout=120)
 
 
 def test_it_never_imports_torch(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from everstep.pipeline.engine.stage import why_not_split
-from everstep.pipeline.frontend.split import split_model
+from everstep.pipeline.frontend.split import node_modules, split_model
 from everstep.pipeline.frontend.trace import trace_model
 from everstep.pipeline.frontend.tree import build_tree
+from everstep.pipeline.profile_counted import count_costs
 from tests.pipeline.compiled import COMPILED
 from tests.pipeline.training import Setting, alone, apart, piped
 
@@ -81,3 +82,27 @@ def test_modules_compiled_in_place_are_given_back_as_they_were() -> None:
     assert all(block._compiled_call_impl is not call for block, call in zip(model.h, before, strict=True))
     random.close()
     assert [block._compiled_call_impl for block in model.h] == before
+
+
+def test_what_is_compiled_is_counted_as_it_was_written() -> None:
+    """A kernel would take the null pointers of tensors without data for their memory, and end the process."""
+    called: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run_compiled(*inputs: Any) -> Any:
+            called.extend(inputs)
+            return graph(*inputs)
+
+        return run_compiled
+
+    def count(compiles: bool) -> Any:
+        model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+        if compiles:
+            model[0].compile(backend=backend)
+            model[1] = torch.compile(model[1], backend=backend)
+        found = trace_model(model, {"input": torch.randn(3, 2)})
+        profile = count_costs(found.graph, node_modules(found), {"input": torch.randn(3, 2)})
+        return [node.forward for node in profile.graph.nodes]
+
+    assert count(compiles=True) == count(compiles=False)
+    assert not called

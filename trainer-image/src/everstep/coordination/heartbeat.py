@@ -127,6 +127,9 @@ class Heartbeat:
     def stop(self) -> None:
         """Take leave of the others: the end of this process is no loss, as long as nobody begins another step. Its
         predecessor is watched until it has left too, at the end of the program for no longer than the timeout."""
+        # They end with this rank, and what they refer to must not stay until the predecessor has left.
+        progress, passes = self._progress(), self._passes()
+        self.follow(lambda: progress, lambda: passes)
         self._ending.set()
         with contextlib.suppress(OSError):  # the thread may have ended
             self._wake.send(b".")

@@ -60,15 +60,16 @@ class WatchedLoss:
     """
 
     def __init__(self, loss: Loss, model: nn.Module, left: Collection[Key]) -> None:
-        self.loss, self._model, self._left = loss, model, left
-        self._watched = False
+        self.loss, self._left = loss, left
+        self._model: nn.Module | None = model  # until it has been watched: a script may have dropped it
 
     def __call__(self, output: Any, targets: Any) -> Any:
-        if self._watched or not torch.is_grad_enabled():
+        model = self._model
+        if model is None or not torch.is_grad_enabled():
             return self.loss(output, targets)
-        self._watched = True
-        foreign = find_foreign((*self._model.parameters(), *self._model.buffers()))
-        with _refusing_reads(self._model, self._left), disable_compilation(), WeightReads(foreign) as reads:
+        self._model = None
+        foreign = find_foreign((*model.parameters(), *model.buffers()))
+        with _refusing_reads(model, self._left), disable_compilation(), WeightReads(foreign) as reads:
             found = self.loss(output, targets)
         if reads.found:
             raise make_foreign_error(reads.found.values(), "the loss")

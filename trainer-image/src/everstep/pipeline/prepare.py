@@ -133,7 +133,8 @@ def make_plan(
     batch = make_example_microbatch({**example, _TARGETS: request.targets}, wish, request.whole)
     part, loss = batch.pop(_TARGETS), request.loss
     if loss is not None and request.targets is not None:
-        own = map_tensors(part, lambda tensor: tensor.to(place.device))
+        where = torch.device("cpu") if request.costs == "counted" else place.device  # where the nodes' values will be
+        own = map_tensors(part, lambda tensor: tensor.to(where))
         nodes = {
             name: WithLoss(node, lambda output: loss(output, own)) if OUTPUT in node.outputs else node
             for name, node in nodes.items()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from everstep.pipeline.engine.stage import INPUT, RunnableStage
+from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.graph import Graph, Profile
 from everstep.pipeline.profile import lend_weights, look_at, profile_of
 from everstep.pipeline.profile_runs import Cost, run_microbatches
@@ -28,8 +29,14 @@ LAUNCH = 2e-6  # seconds that an operation takes at least
 def count_costs(graph: Graph, nodes: Mapping[str, RunnableStage], inputs: Mapping[str, Any]) -> Profile:
     """The graph with counted times and bytes, for micro-batches like `inputs`, which may be on the meta device.
 
-    Nodes that depend on data are run once on random numbers, each by itself, on the processor.
+    Nodes that depend on data are run once on random numbers, each by itself, on the processor. What is compiled is
+    counted as it was written: a compiled kernel would read the memory that tensors without data do not have.
     """
+    with disable_compilation():
+        return profile_of(graph, _count_nodes(graph, nodes, inputs), inputs, "counted")
+
+
+def _count_nodes(graph: Graph, nodes: Mapping[str, RunnableStage], inputs: Mapping[str, Any]) -> dict[str, Cost]:
     fake = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     counter = _Counter()
     with fake:
@@ -54,7 +61,7 @@ def count_costs(graph: Graph, nodes: Mapping[str, RunnableStage], inputs: Mappin
             with fake:
                 made = {name: pytree.tree_map(_without_data, value) for name, value in real.items()}
         values |= made
-    return profile_of(graph, costs, inputs, "counted")
+    return costs
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[misc]  # torch is not where types are checked

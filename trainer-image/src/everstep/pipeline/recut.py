@@ -18,9 +18,10 @@ from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.stage import RunnableStage
 from everstep.pipeline.transport.control import Control
 
-# Of each tensor of a model that was cut: the tensor that this process trains in its place, itself where it had data;
-# None where another process does.
+# Of each tensor of a model that was cut: the tensor that this process trains in its place, _ITSELF where it had data;
+# None where another process does. A tensor that were its own value would never be freed.
 _latest: Any = WeakIdKeyDictionary()
+_ITSELF = object()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _MOVED = "the model was cut again, and other processes train some of its weights now: give both the same stage_of="
 
@@ -35,9 +36,10 @@ class Recut:
         """Remember which of the model's tensors this process has in its stages, and what trains them."""
         own = _find_own(stages)
         for name, tensor in self._tensors.items():
-            _latest[tensor] = own.get(name)
+            trained = own.get(name)
+            _latest[tensor] = _ITSELF if trained is tensor else trained
         for tensor in own.values():
-            _latest[tensor] = tensor
+            _latest[tensor] = _ITSELF
         _engines.add(engine)
 
     def carry_weights(self, stages: Mapping[int, RunnableStage], control: Control) -> None:
@@ -50,7 +52,7 @@ class Recut:
             stages: Those of this process, with their tensors.
             control: The group of all processes.
         """
-        known = {name: _latest[tensor] for name, tensor in self._tensors.items() if tensor in _latest}
+        known = {name: _find_latest(tensor) for name, tensor in self._tensors.items() if tensor in _latest}
         if not control.any(bool(known)):
             return
         own = _find_own(stages)
@@ -71,6 +73,11 @@ class Recut:
             for engine in list(_engines):
                 if not mine.isdisjoint(map(id, engine.parameters.own)):
                     engine.close(_MOVED)
+
+
+def _find_latest(tensor: Any) -> Any:
+    found = _latest[tensor]
+    return tensor if found is _ITSELF else found
 
 
 def _find_own(stages: Mapping[int, RunnableStage]) -> dict[str, Any]:

@@ -38,6 +38,19 @@ _ASK_TIMEOUT = 5.0
 _OTHERS_PATIENCE = 3.0  # seconds that other ranks than local rank 0 wait for its writer before they start one
 _NAMESPACE = Path("/proc/self/ns/pid")
 _MAX_KILLED = 3  # writers that are started anew since a signal ended them at once
+_PACKAGE_ROOT = str(Path(__file__).parents[3])  # where this everstep lies, so that no other one is taken
+# What the rank could import, the writer can too, however it came into the rank's path; but after all that Python has
+# itself, since a module of the script's folder may have the name of one of those.
+_WRITER_CODE = """
+import sys
+root, places = sys.argv.pop(1), sys.argv.pop(1)
+sys.path.insert(0, root)
+import everstep
+sys.path.remove(root)
+sys.path += [place for place in [root, *places.split(":")] if place.startswith("/") and place not in sys.path]
+from everstep.checkpoint.writer.writer import main
+main()
+"""
 
 
 class WriterLost(CheckpointError):
@@ -239,10 +252,8 @@ def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT
         CheckpointError: The directory is not ours alone.
         WriterLost: It cannot be started.
     """
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     slot_files.secure_directory(directory)
-    command = [sys.executable, "-P", "-m", "everstep.checkpoint.writer", str(directory)]
+    command = [sys.executable, "-P", "-c", _WRITER_CODE, _PACKAGE_ROOT, os.pathsep.join(sys.path), str(directory)]
     try:
         with (directory / LOG).open("ab") as log:
             return subprocess.Popen(
@@ -251,11 +262,17 @@ def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                env=environment,
+                env=_absolute_environment(),
                 start_new_session=True,
             )
     except OSError as error:
         raise WriterLost(f"no writer can be started in {directory}: {error}") from error
+
+
+def _absolute_environment() -> dict[str, str]:
+    """Return this process's environment for one with another working directory."""
+    places = [str(Path(place).absolute()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return {**os.environ, **({"PYTHONPATH": os.pathsep.join(places)} if places else {})}
 
 
 def ensure_writer(directory: Path, linger: float, timeout: float = START_TIMEOUT) -> None:

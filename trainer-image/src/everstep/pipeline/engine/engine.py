@@ -90,7 +90,8 @@ class Engine:
         _check_arguments(stages, schedule, stage_graph, transport, options)
         self._flow = flow = Flow(stage_graph, schedule.placement)
         transport.connect(flow.links)
-        self._loss, self._last = loss, schedule.stages - 1
+        self._last = schedule.stages - 1
+        self._loss = loss if self._last in stages else None  # it may refer to the whole model
         self._world = transport.group(range(transport.size), replicas=True)
         self.data = [transport.group([rank], replicas=True) for rank in range(transport.size)][self.rank]
         self.parameters = Parameters(stages, stage_graph, schedule.placement, transport, self.data, options)
@@ -122,8 +123,7 @@ class Engine:
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
         self._batches, self._total = 0, Total()
         self._training, self._closed = True, ""  # why
-        self._inputs: list[Any] = []
-        self._targets: list[Any] = []
+        self._inputs, self._targets = list[Any](), list[Any]()
         self._sizes: list[int] = []
 
     def step(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None, *, last: bool = True) -> StepResult:
@@ -339,10 +339,10 @@ class Engine:
         self._targets = split_batch(targets, samples, count) if has_targets else []
 
     def _loss_of(self, microbatch: int, output: Any) -> LossPart | None:
-        if not self._targets:
+        if not self._targets or self._loss is None:
             return None
-        size = self._sizes[microbatch]
-        return compute_loss(self._loss, output, self._targets[microbatch], size, self.options.loss_weight)
+        targets, size = self._targets[microbatch], self._sizes[microbatch]
+        return compute_loss(self._loss, output, targets, size, self.options.loss_weight)
 
     def _of_all(self, microbatch: int) -> int:
         """The number of a micro-batch among those of all replicas and of all batches of the step."""

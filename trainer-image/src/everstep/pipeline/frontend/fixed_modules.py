@@ -7,7 +7,8 @@ call. So another module in the place of one of theirs, another tensor in the pla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -23,29 +24,35 @@ _OURS = "everstep.pipeline."
 
 @dataclass(eq=False, slots=True)
 class _HeldParts:
-    """The content of one module: its modules, parameters and buffers, its own `forward`, and hooks."""
+    """The content of one module: its modules, parameters and buffers, its own `forward`, and hooks.
+
+    All of it is referred to weakly: who has dropped the whole model, and other processes train most of it, has that
+    memory back, and can change nothing of it any more.
+    """
 
     path: str
-    module: nn.Module
+    module: Callable[[], Any]
     names: list[tuple[str, str]]
-    parts: list[Any]
-    forward: Any
+    parts: list[Callable[[], Any]]
+    forward: Callable[[], Any]
     hooks: int
 
     def check(self) -> None:
         """Compare it with what it was; PipelineError if it is another."""
-        module = self.module
+        module = self.module()
+        if module is None:
+            return
         now = _list_parts(module)
-        if len(now) != len(self.parts) or not all(map(is_, now, self.parts)):
-            raise _make_error(self.path, module, self._find_change())
-        if vars(module).get("forward") is not self.forward:
+        if len(now) != len(self.parts) or not all(map(is_, now, (part() for part in self.parts))):
+            raise _make_error(self.path, module, self._find_change(module))
+        if vars(module).get("forward") is not self.forward():
             raise _make_error(self.path, module, "has another forward")
         if sum(1 for _ in _iterate_hooks(module)) != self.hooks:
             raise _make_error(self.path, module, "has other hooks")
 
-    def _find_change(self) -> str:
-        before = dict(zip(self.names, self.parts, strict=True))
-        now = dict(zip(_list_names(self.module), _list_parts(self.module), strict=True))
+    def _find_change(self, module: nn.Module) -> str:
+        before = dict(zip(self.names, (part() for part in self.parts), strict=True))
+        now = dict(zip(_list_names(module), _list_parts(module), strict=True))
         for kind, name in (*before, *now):
             if before.get((kind, name)) is not now.get((kind, name)):
                 return f"has another {kind} {name!r}"
@@ -83,7 +90,17 @@ class FixedModules:
 
 def _hold(path: str, module: nn.Module) -> _HeldParts:
     hooks = sum(1 for _ in _iterate_hooks(module))
-    return _HeldParts(path, module, _list_names(module), _list_parts(module), vars(module).get("forward"), hooks)
+    parts, forward = list(map(_refer_to, _list_parts(module))), _refer_to(vars(module).get("forward"))
+    return _HeldParts(path, _refer_to(module), _list_names(module), parts, forward, hooks)
+
+
+def _refer_to(held: Any) -> Callable[[], Any]:
+    """Return what gives it, or None when it is gone."""
+    return weakref.ref(held) if held is not None else _give_none
+
+
+def _give_none() -> None:
+    return None
 
 
 def _list_parts(module: nn.Module) -> list[Any]:
