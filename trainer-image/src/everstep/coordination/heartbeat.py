@@ -132,7 +132,7 @@ class Heartbeat:
         self.follow(lambda: progress, lambda: passes)
         self._ending.set()
         with contextlib.suppress(OSError):  # the thread may have ended
-            self._wake.send(b".")
+            self._wake.send(b".", socket.MSG_NOSIGNAL)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._told.wait(self.timeout)
             atexit.register(self._thread.join, self.timeout + 1.0)
@@ -286,7 +286,7 @@ class Heartbeat:
                     told = key.events == selectors.EVENT_READ
                     with contextlib.suppress(OSError):
                         if not told:
-                            key.fileobj.sendall(key.data)
+                            key.fileobj.sendall(key.data, socket.MSG_NOSIGNAL)
                             # It is known there before this process ends, which would else be taken for another loss.
                             key.fileobj.shutdown(socket.SHUT_WR)
                             waiting.modify(key.fileobj, selectors.EVENT_READ)
@@ -318,7 +318,7 @@ class Heartbeat:
         if self._next is not None:
             # Who does not take it is watched by its own successor.
             with contextlib.suppress(OSError):
-                self._next.sendall(self._line(self._successor, word))
+                self._next.sendall(self._line(self._successor, word), socket.MSG_NOSIGNAL)
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):

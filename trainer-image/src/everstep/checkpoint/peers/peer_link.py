@@ -159,7 +159,7 @@ class PeerLink:
 
     def put(self, data: bytes | memoryview) -> None:
         try:
-            self._peer.sendall(data)
+            self._peer.sendall(data, socket.MSG_NOSIGNAL)
         except OSError as error:
             raise self._lost(error) from error
 

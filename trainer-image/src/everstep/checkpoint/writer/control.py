@@ -38,16 +38,17 @@ _ASK_TIMEOUT = 5.0
 _OTHERS_PATIENCE = 3.0  # seconds that other ranks than local rank 0 wait for its writer before they start one
 _NAMESPACE = Path("/proc/self/ns/pid")
 _MAX_KILLED = 3  # writers that are started anew since a signal ended them at once
-_PACKAGE_ROOT = str(Path(__file__).parents[3])  # where this everstep lies, so that no other one is taken
+_PACKAGE_ROOT = str(Path(__file__).absolute().parents[3])  # where this everstep lies, so that no other one is taken
 # What the rank could import, the writer can too, however it came into the rank's path; but after all that Python has
 # itself, since a module of the script's folder may have the name of one of those.
 _WRITER_CODE = """
 import sys
-root, places = sys.argv.pop(1), sys.argv.pop(1)
+root, places = sys.argv[1], sys.argv[5:]
+sys.argv[1:] = sys.argv[2:5]
 sys.path.insert(0, root)
 import everstep
 sys.path.remove(root)
-sys.path += [place for place in [root, *places.split(":")] if place.startswith("/") and place not in sys.path]
+sys.path += [place for place in [root, *places] if place not in sys.path]
 from everstep.checkpoint.writer.writer import main
 main()
 """
@@ -214,7 +215,7 @@ class WriterLink:
     def _send(self, data: bytes, until: float) -> None:
         while data:
             try:
-                data = data[self._peer.send(data) :]
+                data = data[self._peer.send(data, socket.MSG_NOSIGNAL) :]  # whatever a script does about SIGPIPE
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, until):
                     raise WriterLost("the writer does not read what it is told") from None
@@ -253,26 +254,43 @@ def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT
         WriterLost: It cannot be started.
     """
     slot_files.secure_directory(directory)
-    command = [sys.executable, "-P", "-c", _WRITER_CODE, _PACKAGE_ROOT, os.pathsep.join(sys.path), str(directory)]
+    arguments = [str(directory), f"--linger={linger:g}", f"--patience={patience:g}"]
     try:
         with (directory / LOG).open("ab") as log:
             return subprocess.Popen(
-                [*command, f"--linger={linger:g}", f"--patience={patience:g}"],
+                [sys.executable, "-P", "-c", _WRITER_CODE, _PACKAGE_ROOT, *arguments, *_list_places()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                env=_absolute_environment(),
+                env=_find_environment(),
                 start_new_session=True,
             )
     except OSError as error:
         raise WriterLost(f"no writer can be started in {directory}: {error}") from error
 
 
-def _absolute_environment() -> dict[str, str]:
-    """Return this process's environment for one with another working directory."""
-    places = [str(Path(place).absolute()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    return {**os.environ, **({"PYTHONPATH": os.pathsep.join(places)} if places else {})}
+def _list_places() -> list[str]:
+    """Return the places in which this process finds modules, each an absolute path and an argument of its own.
+
+    A script may put anything into its path. Python passes over what is no text, as a `pathlib.Path`, and so does this.
+    """
+    places: dict[str, None] = {}
+    for place in sys.path:
+        # What cannot be a file's name, or is relative to a working directory that was deleted, has no modules.
+        with contextlib.suppress(ValueError, OSError):
+            if isinstance(place, str) and b"\0" not in os.fsencode(place):
+                places[str(Path(place).absolute())] = None
+    return list(places)
+
+
+def _find_environment() -> dict[str, str]:
+    """Return this process's environment for one with another working directory.
+
+    Relative entries of PYTHONPATH are left out: Python has made them absolute at its start, in `sys.path`.
+    """
+    places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(place).is_absolute()]
+    return {**os.environ, **({"PYTHONPATH": os.pathsep.join(places)} if "PYTHONPATH" in os.environ else {})}
 
 
 def ensure_writer(directory: Path, linger: float, timeout: float = START_TIMEOUT) -> None:

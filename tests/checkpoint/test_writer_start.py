@@ -1,0 +1,54 @@
+"""A writer starts from whatever a script has made of its process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from everstep.checkpoint.writer import control
+memory = Path("memory").absolute()
+{change}
+control.ensure_writer(memory, linger=0.1)
+"""
+
+CHANGES = {
+    "a Path in its path": "sys.path.insert(0, Path('/packages'))",
+    "other things in its path": "sys.path += [None, 7, b'/packages', 'a\\0b', chr(0xd800)]",
+    "names of any kind in its path": "sys.path[:0] = ['/a:b', '/a\\nb', '', 'own', '--linger=x', '/' + chr(0xdcff)]",
+    "a path above the limit of one argument": "sys.path += [f'/{each:06}' + 'x' * 200 for each in range(1000)]",
+    "a deleted working directory": "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')",
+}
+
+
+def run_script(folder: Path, change: str, **environment: str) -> None:
+    code = _SCRIPT.format(change=change)
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_writer_starts_for_a_script_with(what: str, tmp_path: Path) -> None:
+    run_script(tmp_path, CHANGES[what], PYTHONPATH="relative")
+
+
+def test_a_script_that_ends_by_sigpipe_outlives_its_writer(tmp_path: Path) -> None:
+    """As a script does whose output may be cut by `head`; a rank hears of a lost writer by an error alone."""
+    lose = """
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+control.ensure_writer(memory, linger=30)
+link = control.WriterLink.connect(memory)
+os.kill(link.pid, signal.SIGKILL)
+while os.path.exists(f"/proc/{link.pid}") and open(f"/proc/{link.pid}/stat").read().split()[2] != "Z":
+    pass
+for _ in range(2):
+    try:
+        link.tell("occupants")
+    except control.WriterLost:
+        pass
+"""
+    run_script(tmp_path, lose)
