@@ -110,7 +110,7 @@ def check_samples(
     targets: Any,
     loss: Loss | None,
     weight: Loss | None,
-    whole: frozenset[str],
+    unsplit_inputs: frozenset[str],
 ) -> list[str]:
     """Compare the loss of some samples with that of their halves, by the model as it evaluates; and as it trains, but
     for dropout and batch normalisation, where it does something else then.
@@ -122,7 +122,7 @@ def check_samples(
         targets: The example's; None if they are not known.
         loss: As given to pipeline(); None to look at what the model makes of each sample, where targets are not known.
         weight: The same.
-        whole: Arguments without samples.
+        unsplit_inputs: Arguments without samples.
 
     Returns:
         The names of the parameters that learn and of which the loss has no gradient, as far as that is known.
@@ -131,12 +131,12 @@ def check_samples(
         PipelineError: They differ: a batch is more than its samples, and micro-batches would train something else.
     """
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
-    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), whole)
+    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), unsplit_inputs)
     if any(each.device.type == "meta" for each in tensors) or not samples or samples < 2:
         return []
     device, count = tensors[0].device, min(samples, _SAMPLES)
     some = {
-        name: each if name in whole else _take_samples(each, samples, count)
+        name: each if name in unsplit_inputs else _take_samples(each, samples, count)
         for name, each in {**inputs, _TARGETS: targets}.items()
     }
 
@@ -157,7 +157,7 @@ def check_samples(
     try:
         for mode in (_evaluation_mode, _quiet_training) if _trains_otherwise(found) else (_evaluation_mode,):
             with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
-                apart = apart or _find_difference(run, some, count, whole, _add)
+                apart = apart or _find_difference(run, some, count, unsplit_inputs, _add)
     except PipelineError:
         raise
     except Exception as error:
@@ -274,7 +274,7 @@ def _find_difference(
     run: Callable[..., Ran],
     some: Mapping[str, Any],
     count: int,
-    whole: frozenset[str],
+    unsplit_inputs: frozenset[str],
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> _Difference | None:
     """Find how the loss and the gradients of halves, or of single samples, differ from those of all samples at once.
@@ -292,7 +292,7 @@ def _find_difference(
         made = [
             run(part, stop - start)
             for part, (start, stop) in zip(
-                split_batch(dict(some), count, parts, whole), compute_bounds(count, parts), strict=True
+                split_batch(dict(some), count, parts, unsplit_inputs), compute_bounds(count, parts), strict=True
             )
         ]
         has_numbers, alike = _compare_rows(output, [each for each, _, _ in made], count)
