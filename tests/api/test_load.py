@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -113,3 +114,19 @@ def test_a_key_that_is_no_word_is_refused() -> None:
     for text in ("? [a, b]\n: c\n", "~: c\n"):
         with pytest.raises(YamlError, match="plain word"):
             only(text)
+
+
+@pytest.mark.parametrize("indent", [None, 2, "\t"])
+def test_json_is_read_as_json(indent: Any) -> None:
+    said = {"lr": "\U0001f600 \\ud83d\\ude00 a\tb / é", "path": "C:\\ud83d"}
+    body = {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "digits"}}
+    text = json.dumps({**body, "spec": {"image": "i", "hyperparameters": said}}, indent=indent)
+    (job,) = load_text(text, "job.json").objects
+    assert isinstance(job, TrainingJob)
+    assert dict(job.spec.hyperparameters) == said
+
+
+@pytest.mark.parametrize("text", ["a: \0", "{a: " * 5000 + "}" * 5000])
+def test_what_no_parser_reads_is_refused_with_a_line(text: str) -> None:
+    with pytest.raises(ManifestError, match=r"job.yaml:1: document 1: .*no valid YAML"):
+        load_text(text, "job.yaml")

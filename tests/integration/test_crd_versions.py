@@ -137,3 +137,27 @@ async def test_an_operator_over_older_crds_writes_what_they_know_of_a_status(
         assert {"Ready", "Complete"} <= {condition["type"] for condition in status["conditions"]}
         assert status["template"] == {"epoch": 1, "plain": False, "pool": ""}
         assert all("end" not in transition for transition in status["transitions"])
+
+
+async def test_a_job_that_older_crds_admitted_says_in_its_status_which_rule_it_breaks(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    def change(properties: Schema) -> None:
+        del properties["spec"]["properties"]["numNodes"]["minimum"]
+
+    async with other_crds(still_world, change, {"older": {"type": "string"}}):
+        await still_world.submit("digits", numNodes=0)
+    async with operator(control_plane.kubeconfig, still_world), Simulation(still_world, "digits"):
+
+        async def told() -> bool:
+            conditions = (await still_world.job("digits")).get("status", {}).get("conditions", ())
+            states = {each["type"]: (each["status"], each["reason"]) for each in conditions}
+            assert states == {"Ready": ("False", "SpecInvalid"), "Stalled": ("True", "SpecInvalid")}, states
+            return all("numNodes" in each["message"] for each in conditions)
+
+        await until(told, "the conditions name the field")
+        await still_world.change("digits", suspend=True, numNodes=1)
+        await still_world.until_phase("digits", "Suspended")
+        await still_world.change("digits", suspend=False)
+        status = await still_world.until_phase("digits", "Running")
+        assert not [each for each in status["conditions"] if each["reason"] == "SpecInvalid"]

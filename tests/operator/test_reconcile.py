@@ -37,6 +37,7 @@ class Server:
         self.refuse: Any = lambda status: None
         self.statuses: list[Any] = []
         self.created: list[Any] = []
+        self.merged: list[Any] = []  # bodies of merge patches
         self.fails = False
         self.there: dict[tuple[str, str], Any] = {}  # by plural and name
         self.protected: set[str] = set()  # kinds of which nothing may be deleted
@@ -49,6 +50,12 @@ class Server:
             raise errors.Invalid(422, "Invalid", message)
         stored = job().meta(uid=body["metadata"]["uid"], resourceVersion=str(len(self.statuses) + 1)).manifest()
         return {**stored, "status": body["status"]}
+
+    async def merge_status(self, resource: Any, namespace: str, body: Any) -> Any:
+        self.merged.append(body)
+        found = self.there[(resource.plural, body["metadata"]["name"])]
+        meta = {**found["metadata"], "resourceVersion": str(int(found["metadata"]["resourceVersion"]) + 1)}
+        return {**found, "metadata": meta, "status": {**found.get("status", {}), **body["status"]}}
 
     async def create(self, resource: Any, namespace: str, body: Any, *, dry_run: bool = False) -> Any:
         self.created.append(body)
@@ -184,14 +191,34 @@ async def test_what_is_refused_again_and_again_is_for_the_queue_to_back_off_from
 
 
 async def test_of_a_job_that_nobody_can_read_its_users_are_told_once(reconciler: Reconciler, server: Any) -> None:
-    unreadable = job().manifest()
+    unreadable = job().status(TrainingJobStatus(phase=Phase.RUNNING, epoch=3)).manifest()
     unreadable["spec"]["numNodes"] = "many"
+    server.there[("trainingjobs", "digits")] = unreadable
     for version in ("10", "20"):
         unreadable["metadata"]["resourceVersion"] = version
         reconciler.cache.jobs.put(unreadable)
         for _ in range(3):  # its pods change
             assert await reconciler.reconcile(KEY) is None
     assert [event["reason"] for event in server.events()] == ["SpecInvalid"] * 2, "once for each correction"
+    for body, version in zip(server.merged, ("10", "20"), strict=True):
+        assert body["metadata"] == {"name": "digits", "resourceVersion": version}
+        assert list(body["status"]) == ["conditions"], "the rest is as it was"
+        told = {each["type"]: (each["status"], each["reason"]) for each in body["status"]["conditions"]}
+        assert told == {"Ready": ("False", "SpecInvalid"), "Stalled": ("True", "SpecInvalid")}
+
+
+@pytest.mark.parametrize("change", ["managed elsewhere", "finished"])
+async def test_conditions_of_a_job_that_nobody_can_read_stay_if_they_are_not_to_be_changed(
+    reconciler: Reconciler, server: Any, change: str
+) -> None:
+    phase = Phase.SUCCEEDED if change == "finished" else Phase.RUNNING
+    unreadable = job().status(TrainingJobStatus(phase=phase)).manifest()
+    unreadable["spec"]["numNodes"] = "many"
+    if change == "managed elsewhere":
+        unreadable["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"
+    reconciler.cache.jobs.put(unreadable)
+    await reconciler.reconcile(KEY)
+    assert server.merged == []
 
 
 def successor(version: str) -> Any:

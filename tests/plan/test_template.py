@@ -98,6 +98,15 @@ def test_a_volume_on_our_mount_point_replaces_ours() -> None:
     assert "everstep-checkpoints" not in {v["name"] for v in frozen.pod["spec"]["volumes"]}
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_last_message_of_an_agent_is_where_the_kubelet_reads_it(plain: bool) -> None:
+    """With another path, a job that ends while nobody asks its leader would be trained again; with the end of a log in
+    its place, what a script prints could be taken for the agent's."""
+    given = {"terminationMessagePath": "/tmp/why", "terminationMessagePolicy": "FallbackToLogsOnError"}
+    made = trainer(resolved(job().pod(containers=[{"name": "trainer", **given}]), plain=plain))
+    assert given.items() <= made.items() if plain else not given.keys() & made.keys()
+
+
 def test_a_read_only_root_gets_a_writable_tmp() -> None:
     read_only = {"containers": [{"name": "trainer", "securityContext": {"readOnlyRootFilesystem": True}}]}
     assert mounts(resolved(job().pod(**read_only)))["/tmp"] == "everstep-tmp"

@@ -7,7 +7,7 @@ same plan comes out of what is then observed, and each action finds done what is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject
-from everstep_operator.cluster.cache import ClusterCache, Key, resource_version
+from everstep_operator.cluster.cache import CacheEntry, ClusterCache, Key, resource_version
 from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
@@ -30,7 +30,7 @@ from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS
-from everstep_operator.cluster.undeclared_fields import UndeclaredFields
+from everstep_operator.cluster.status_writer import StatusWriter
 from everstep_operator.cluster.unlisted_pods import UnlistedPods
 from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.work_queue import WorkQueue
@@ -97,9 +97,9 @@ class Reconciler:
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
     _memories: dict[Key, _Memory] = field(default_factory=dict)
-    _undeclared: UndeclaredFields = field(default_factory=UndeclaredFields)
 
     def __post_init__(self) -> None:
+        self.statuses = StatusWriter(self.client)
         self.unlisted = UnlistedPods(self.client, self.cache, self.actor.requests)
 
     async def reconcile(self, key: Key) -> Rejection | None:
@@ -208,12 +208,26 @@ class Reconciler:
             self.leases.follow(key, frozenset())
             self.gangs.update(key, None)  # nobody plans for it, so nobody may wait for it
             if memory.unreadable != entry.version:  # its pods go on changing, and each change is a look
-                memory.unreadable = entry.version
                 about = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
                 log.warning("a job that breaks the rules of the API", job="/".join(key), error=about)
                 event = JobEvent("Warning", Reason.SPEC_INVALID.value, f"{Reason.SPEC_INVALID.meaning} {about}")
+                memory.unreadable = await self._report_broken_rules(key, entry, event.message)
                 await events.send_event(self.client, *key, entry.uid, event, self.clock())
             return None
+
+    async def _report_broken_rules(self, key: Key, entry: CacheEntry[Mapping[str, Any]], message: str) -> int:
+        """Tell in the conditions what an event tells for an hour only. Return the version of the job after that."""
+        try:
+            stored = await self.statuses.report_broken_rules(entry.value, message, self.clock())
+        except (errors.Conflict, errors.NotFound):
+            return entry.version  # another version of it comes, or none
+        except errors.Invalid as error:  # the status breaks rules too
+            log.warning("a status was refused", job="/".join(key), error=error.message)
+            return entry.version
+        if stored is None:
+            return entry.version
+        self.cache.jobs.put(stored)
+        return resource_version(stored)
 
     def _undo_edit(self, key: Key, job: TrainingJob) -> tuple[TrainingJob, bool]:
         """Return the job with the status that this operator knows, and whether somebody has stored another one that
@@ -321,7 +335,7 @@ class Reconciler:
             return None
         written, memory = TrainingJob.parse_stored(stored), self._get_memory(key, job.metadata.uid)
         memory.status_written_at, memory.status = self.clock(), written.status
-        memory.kept = self._undeclared.keep(status)
+        memory.kept = self.statuses.undeclared.keep(status)
         metrics.record_status_change(job, written.status, self.clock())
         if (written.spec, written.unknown_fields) != (job.spec, job.unknown_fields):
             # Nobody has edited it, but the CRDs: a watch that began before them goes on for a second as it was, and
@@ -338,38 +352,19 @@ class Reconciler:
 
     async def _store_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> ApiObject:
         try:
-            stored = await self._apply_status(job, status)
+            stored = await self.statuses.write(job, status)
         except errors.Invalid as error:
             # What came out of the user's pods is the likeliest to be refused, and nothing depends on it.
             lean = status.model_copy(update={"progress": None, "last_failure": None})
             await self._report_refused_status(key, job, error)
             if lean == status:
                 raise
-            stored = await self._apply_status(job, lean)
+            stored = await self.statuses.write(job, lean)
         self.cache.jobs.put(stored)
         known = self.cache.jobs.get(key)
         if known is not None and known.version > resource_version(stored):
             self.queue.add(key)  # somebody else has written since, and may have been taken for us
         return stored
-
-    async def _apply_status(self, job: TrainingJob, status: TrainingJobStatus) -> ApiObject:
-        body = {
-            "apiVersion": JOBS.api_version,
-            "kind": JOBS.kind,
-            "metadata": {
-                "name": job.metadata.name,
-                "namespace": job.metadata.namespace,
-                "uid": job.metadata.uid,
-                "resourceVersion": job.metadata.resource_version,
-            },
-        }
-        while True:
-            declared = self._undeclared.strip(status.manifest())
-            try:
-                return await self.client.apply_status(JOBS, job.metadata.namespace, {**body, "status": declared})
-            except (errors.Undeclared, errors.Invalid) as error:
-                if not self._undeclared.learn(error.message):
-                    raise
 
     async def _report_refused_status(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
         """Send an event about a status that was rejected, which cannot tell of it itself; one, for the same is rejected

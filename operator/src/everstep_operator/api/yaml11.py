@@ -7,6 +7,7 @@ of these, so that a manifest could pass here and fail there.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ _WORDS = {
     "merge": "<<",
 }
 _TRUE = re.compile("y|yes|on|true", re.IGNORECASE)
+
+
+_TWO_HALVES = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})")
 
 
 class YamlError(ValueError):
@@ -93,7 +97,10 @@ def load_documents(text: str) -> Iterator[YamlDocument]:
     Raises:
         YamlError: The text is not YAML that kubectl would read.
     """
-    loader = _Loader(text)
+    try:
+        loader = _Loader(_respell_json(text))
+    except yaml.YAMLError as error:  # a character that no text has
+        raise YamlError(str(error), 1) from None
     try:
         number = 0
         while loader.check_node():
@@ -107,8 +114,22 @@ def load_documents(text: str) -> Iterator[YamlDocument]:
         raise YamlError(str(error.problem or error), mark.line + 1 if mark else 1) from None
     except yaml.YAMLError as error:
         raise YamlError(str(error), 1) from None
+    except RecursionError:
+        raise YamlError("nested too deeply", 1) from None
     finally:
         loader.dispose()
+
+
+def _respell_json(text: str) -> str:
+    """Return JSON as YAML 1.1 has it, with its lines; any other text as it is.
+
+    JSON may be indented by tabs, and spells a character beyond U+FFFF as two halves.
+    """
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return _TWO_HALVES.sub(lambda found: found[1] + json.loads(f'"{found[2]}"'), text.replace("\t", " "))
 
 
 def _key_text(key: Any) -> str:

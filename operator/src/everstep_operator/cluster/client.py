@@ -46,6 +46,7 @@ _RETRY_AFTER_MAX = 30.0
 PAGE = 100
 _JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"  # JSON is YAML, and every server with server-side apply knows this type
+_MERGE = "application/merge-patch+json"
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
@@ -190,6 +191,13 @@ class Client:
         path = resource.path(namespace, name, "status")
         query = [("fieldManager", self._field_manager), ("force", "true")]
         return await self._send_with_retries("patch", resource, "PATCH", path, query, body, sub="status", kind=_APPLY)
+
+    async def merge_status(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
+        """JSON merge patch of `status`, where null removes a field whoever owns it. `body` carries the name and the
+        resourceVersion that was read: a stale one is `Conflict`."""
+        path = resource.path(namespace, body["metadata"]["name"], "status")
+        query = [("fieldManager", self._field_manager)]
+        return await self._send_with_retries("patch", resource, "PATCH", path, query, body, sub="status", kind=_MERGE)
 
     async def replace(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
         """Send a PUT with the body's resourceVersion (the Lease)."""

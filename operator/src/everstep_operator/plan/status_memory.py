@@ -23,7 +23,7 @@ def undo_edit(known: TrainingJobStatus, found: TrainingJobStatus) -> TrainingJob
         return None
     leaps = found.epoch > known.epoch + MAX_EPOCHS_LOST
     torn = not found.transitions or found.transitions[-1].phase is not found.phase
-    if not (leaps or torn or _tells_of_less(known, found)):
+    if not (leaps or torn or _tells_of_less(known, found) or _has_another_template(known, found)):
         return None
     return known if leaps else known.model_copy(update={"epoch": max(known.epoch, found.epoch)})
 
@@ -32,6 +32,16 @@ def _tells_of_less(known: TrainingJobStatus, found: TrainingJobStatus) -> bool:
     counts = [_list_counts(status) for status in (known, found)]
     last = [status.restarts.last.token if status.restarts.last is not None else (0, 0) for status in (known, found)]
     return last[1] < last[0] or any(after < before for before, after in zip(*counts, strict=True))
+
+
+def _has_another_template(known: TrainingJobStatus, found: TrainingJobStatus) -> bool:
+    """Return whether the template is one that was never resolved: it is not changed once it has an epoch, which was
+    given out before."""
+    if known.template is None or found.template is None:
+        return False
+    if found.template.epoch == known.template.epoch:
+        return found.template != known.template
+    return found.template.epoch > max(known.epoch, found.epoch)
 
 
 def _list_counts(status: TrainingJobStatus) -> tuple[int, ...]:

@@ -103,6 +103,9 @@ def resolve_template(
     trainer = next(c for c in spec["containers"] if c["name"] == TRAINER_CONTAINER)
     if (message := find_hidden_folder(job, trainer)) is not None:
         return RejectedTemplate(Reason.INVALID_TEMPLATE, message)
+    if not plain:  # the agent writes its last message where it is by default, and nowhere else is it looked for
+        for name in ("terminationMessagePath", "terminationMessagePolicy"):
+            trainer.pop(name, None)
     # A read-only root without a writable /tmp breaks nearly every trainer.
     if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _has_mount(trainer, "/tmp"):  # noqa: S108
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _build_mount("everstep-tmp", "/tmp")]  # noqa: S108

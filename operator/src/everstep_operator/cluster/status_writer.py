@@ -1,0 +1,126 @@
+"""Writes the statuses of jobs, so that they tell what the operator says and nothing else.
+
+A status is applied: of two operators only the one with the observed resourceVersion gets past that. An apply removes
+only what nobody else owns. A client that has applied a status, or a restored backup, owns its fields too, and a manager
+`before-first-apply` owns all of an object whose `managedFields` were cleared. What is left then is removed by a merge
+patch: else a notice could not be withdrawn, and a full list of charges not take one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep_operator.api.job import OPERATOR_NAME, TrainingJob
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Condition, ConditionType, Phase, TrainingJobStatus
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.resources import JOBS
+from everstep_operator.cluster.undeclared_fields import UndeclaredFields
+from everstep_operator.plan.plan_context import to_utc
+
+_MAX_MESSAGE = 4096
+_FINISHED = (Phase.SUCCEEDED.value, Phase.FAILED.value)
+
+
+@dataclass
+class StatusWriter:
+    """A writer of statuses through one client."""
+
+    client: Client
+    undeclared: UndeclaredFields = field(default_factory=UndeclaredFields)
+
+    async def write(self, job: TrainingJob, status: TrainingJobStatus) -> ApiObject:
+        """Write a status, and return the job as it is stored then.
+
+        Args:
+            job: The job, as it was observed.
+            status: All that its status shall tell.
+
+        Raises:
+            errors.Conflict: The job has changed since.
+            errors.NotFound: The job is gone.
+            errors.Invalid: The API server rejects the status.
+        """
+        meta = job.metadata
+        head = {"name": meta.name, "namespace": meta.namespace, "resourceVersion": meta.resource_version}
+        body = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "metadata": {**head, "uid": meta.uid}}
+        while True:
+            declared = self.undeclared.strip(status.manifest())
+            try:
+                stored = await self.client.apply_status(JOBS, meta.namespace, {**body, "status": declared})
+                break
+            except (errors.Undeclared, errors.Invalid) as error:
+                if self.undeclared.learn(error.message):
+                    continue
+                if isinstance(error, errors.Undeclared):
+                    raise
+                # With what others own of a list it may be longer than it can be.
+                try:
+                    found = await self.client.get(JOBS, meta.namespace, meta.name)
+                except errors.NotFound:
+                    raise error from None
+                stored = await self._replace(found, head, declared)
+                break
+        if self.undeclared.strip(TrainingJob.parse_stored(stored).status.manifest()) == declared:
+            return stored
+        version = stored["metadata"]["resourceVersion"]
+        return await self._replace(stored, {**head, "resourceVersion": version}, declared)
+
+    async def _replace(self, found: ApiObject, head: Mapping[str, Any], declared: Mapping[str, Any]) -> ApiObject:
+        change = make_replacing_patch(found.get("status") or {}, declared)
+        return await self.client.merge_status(JOBS, head["namespace"], {"metadata": head, "status": change})
+
+    async def report_broken_rules(self, raw: Mapping[str, Any], message: str, now: float) -> ApiObject | None:
+        """Tell in the conditions of a job that it breaks the rules of the API; the rest of its status stays.
+
+        Args:
+            raw: The job, as the API server gives it.
+            message: Says which rules.
+            now: Unix seconds.
+
+        Returns:
+            The job as it is stored then; None: its conditions tell so already, or are not ours to write.
+        """
+        status, meta = raw.get("status") or {}, raw["metadata"]
+        if status.get("phase") in _FINISHED or meta.get("deletionTimestamp"):
+            return None
+        if (raw.get("spec") or {}).get("managedBy") not in (None, OPERATOR_NAME):
+            return None
+        known = {each["type"]: each for each in status.get("conditions") or ()}
+        told = dict(known)
+        for kind, holds in ((ConditionType.READY, "False"), (ConditionType.STALLED, "True")):
+            old = known.get(kind.value, {})
+            made = Condition.model_construct(
+                type=kind,
+                status=holds,
+                reason=Reason.SPEC_INVALID.value,
+                message=message[:_MAX_MESSAGE],
+                last_transition_time=to_utc(now),
+                observed_generation=meta.get("generation") or 0,
+            ).manifest()
+            if old.get("status") == holds:
+                made["lastTransitionTime"] = old["lastTransitionTime"]
+            told[kind.value] = made
+        if told == known:
+            return None
+        head = {"name": meta["name"], "resourceVersion": meta["resourceVersion"]}
+        change = {"conditions": [*told.values()]}
+        return await self.client.merge_status(JOBS, meta["namespace"], {"metadata": head, "status": change})
+
+
+def make_replacing_patch(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON merge patch (RFC 7386) that makes one object of another.
+
+    Args:
+        found: The object as it is.
+        wanted: The object as it shall be.
+    """
+    patch: dict[str, Any] = dict.fromkeys(found.keys() - wanted.keys())
+    for name, value in wanted.items():
+        old = found.get(name)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        patch[name] = make_replacing_patch(old, value) if both else value  # type: ignore[arg-type]
+    return patch
