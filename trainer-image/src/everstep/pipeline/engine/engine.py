@@ -119,7 +119,7 @@ class Engine:
         self._writes_weights = not written.isdisjoint(self.parameters.named)
         self._versions = 0  # of the weights, when low-precision copies of them were made
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
-        self.steps = self.progress = self.passes = 0  # optimizer steps; actions done and passes begun, for who watches
+        self.steps = self.progress = self.passes = 0  # optimizer steps; for who watches, actions done and what all do
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
         self._batches, self._total = 0, Total()
         self._training, self._closed = True, ""  # why
@@ -297,8 +297,8 @@ class Engine:
         self._require_open()
         if self._batches:
             raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before clipping")
+        self.passes += 1
         place = self.transport.replica * self.transport.size + self.rank
-        counted = self.parameters.counted_here
 
         def gather(vector: Any) -> Any:
             every = vector.new_zeros(self.transport.size * self.transport.replicas, len(vector))
@@ -308,8 +308,10 @@ class Engine:
 
         with self.aborting(), torch.no_grad():
             agree_on_call(self.transport, (self.steps, 0, CLIP), self._readers)
-            own, device, strict = self.parameters.own, self.transport.device, error_if_nonfinite
-            return clip_gradients(own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=strict)
+            own, counted, device = self.parameters.own, self.parameters.counted_here, self.transport.device
+            return clip_gradients(
+                own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
 
     def _frozen(self, purpose: str) -> str:
         """Return what replicas must agree on about the parameters that do not learn."""
