@@ -196,5 +196,9 @@ def _check_cut(
         return loss, ()
     # Where targets are not known, the loss is looked at in the first step, and here what it is of.
     known = None if request.targets is None else request.loss
-    idle = first(lambda: check_samples(request.model, found, terms.example, request.targets, known, weight, whole))
+    idle = first(
+        lambda: check_samples(
+            request.model, found, terms.example, request.targets, known, weight, whole, plan.profile.samples
+        )
+    )
     return (FirstLook(loss, weight, times), ()) if known is None else (loss, idle)
