@@ -298,7 +298,7 @@ class Engine:
         if self._batches:
             raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before clipping")
         self.passes += 1
-        place = self.transport.replica * self.transport.size + self.rank
+        place, counted = self.transport.replica * self.transport.size + self.rank, self.parameters.counted_here
 
         def gather(vector: Any) -> Any:
             every = vector.new_zeros(self.transport.size * self.transport.replicas, len(vector))
@@ -308,10 +308,8 @@ class Engine:
 
         with self.aborting(), torch.no_grad():
             agree_on_call(self.transport, (self.steps, 0, CLIP), self._readers)
-            own, counted, device = self.parameters.own, self.parameters.counted_here, self.transport.device
-            return clip_gradients(
-                own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-            )
+            own, device, strict = self.parameters.own, self.transport.device, error_if_nonfinite
+            return clip_gradients(own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=strict)
 
     def _frozen(self, purpose: str) -> str:
         """Return what replicas must agree on about the parameters that do not learn."""
