@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.state import steps
-from tests.checkpoint.pretended_cuda import GpuTensor, Graph, Runtime, Stream, graph, on_gpu, pinned, pretended_cuda
+from tests.checkpoint.pretended_cuda import GpuTensor, on_gpu, pinned, pretended_cuda
+from tests.checkpoint.pretended_runtime import Graph, Runtime, Stream, graph
 
 RATE, MOMENTUM = 0.5, 0.5
 SIZE = 3

@@ -17,7 +17,8 @@ from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.session.options import MemoryOptions, TimeOptions
 from everstep.checkpoint.state.rng import Rng
 from everstep.checkpoint.store.posix import PosixStore
-from tests.checkpoint.pretended_cuda import Graph, Runtime, graph, on_gpu, pretended_cuda
+from tests.checkpoint.pretended_cuda import on_gpu, pretended_cuda
+from tests.checkpoint.pretended_runtime import Graph, Runtime, graph
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import session
 

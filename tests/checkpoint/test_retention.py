@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
-from everstep.checkpoint.catalog.leases import CheckpointLease, hold_lease, list_leases
+from everstep.checkpoint.catalog.leases import SECONDS, CheckpointLease, list_leases
 from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, verify_and_mark
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.publish import commit
@@ -25,6 +26,16 @@ from tests.checkpoint.test_model import Died, Mortal
 training = Training(rows=2)
 
 some_keys = st.sets(st.builds(key, st.integers(0, 12), st.integers(1, 3)))
+
+
+@contextmanager
+def hold_lease(store: Store, key: Key, seconds: float = SECONDS) -> Iterator[CheckpointLease]:
+    """Held while the block runs. Take it before the manifest is read: one that is still there then is left alone."""
+    held = CheckpointLease(store, key, seconds)
+    try:
+        yield held
+    finally:
+        held.release()
 
 
 def steps(keys: list[Key]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,9 @@ import torch.distributed as dist  # noqa: E402
 
 import everstep  # noqa: E402
 from everstep.checkpoint.catalog.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.errors import StoreError  # noqa: E402
+from everstep.checkpoint.save.outcomes import SaveFailed  # noqa: E402
+from everstep.checkpoint.session import claiming  # noqa: E402
 from everstep.checkpoint.session.checkpointer import Checkpointer  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from everstep.checkpoint.writer import control  # noqa: E402
@@ -26,6 +30,7 @@ from tests.checkpoint.writers import until  # noqa: E402
 pytestmark = pytest.mark.torch
 
 BEFORE, LOST = ranks.key(10), ranks.key(20)  # the former was committed, the latter by one of two nodes alone
+AFTER = ranks.key(30)
 OLD, NEW = 20.0, 20.5  # values of the same step: a run that goes on may compute them in another order
 
 
@@ -45,14 +50,14 @@ def values(tensors: Any) -> set[float]:
     return {value.item() for tensor in tensors for value in tensor.unique()}
 
 
-def session(rank: int, folder: Path, peers: Literal[0, 1]) -> Checkpointer:
+def session(rank: int, folder: Path, peers: Literal[0, 1], machine: int | None = None) -> Checkpointer:
     """Each rank is a node of its own, and the attempt is the same each time."""
     os.environ["NODE_RANK"] = str(rank)
     return everstep.checkpointer(
         folder / "store",
         attempt=(BEFORE.attempt.epoch, BEFORE.attempt.generation),
         every_steps=1000,
-        memory=everstep.MemoryOptions(directory=folder / f"memory-{rank}", peers=peers),
+        memory=everstep.MemoryOptions(directory=folder / f"memory-{rank if machine is None else machine}", peers=peers),
         times=everstep.TimeOptions(timeout=60.0, commit_timeout=30.0, linger=60.0),
     )
 
@@ -120,5 +125,98 @@ def test_a_save_is_not_completed_by_what_ranks_before_had_stored_of_the_same_ste
         for rank in (0, 1):
             try:
                 kill_writer(tmp_path / f"memory-{rank}")
+            except OSError:
+                continue
+
+
+def save_on_one_node_and_die(rank: int, folder: Path) -> None:
+    """Rank 1 runs on another machine than before, and dies while the share of rank 0 is whole in its node's memory."""
+    made = model(-1)
+    ckpt = session(rank, folder, 1, machine=2 if rank else 0)
+    ckpt.restore(model=made)
+
+    def die(step: int) -> dict[str, Any]:
+        until(partial(is_whole, folder / "memory-0"), "node 0 has its share", 30.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    if rank == 1:
+        ckpt.metadata = die
+    set_all(made, NEW)
+    ckpt.save(LOST.step)
+    until(partial(is_whole, folder / "memory-0"), "node 0 has its share", 30.0)
+    kill_writer(folder / "memory-0")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_whole(memory: Path) -> bool:
+    return any(path.read_text() == str(LOST) for path in memory.rglob("whole"))
+
+
+def restore(rank: int, folder: Path) -> tuple[int, set[float]]:
+    made = model(-1)
+    with session(rank, folder, 1) as ckpt:
+        start = ckpt.restore(model=made)
+    return start.step, values(made.parameters())
+
+
+def test_shares_of_different_starts_of_an_attempt_are_no_checkpoint(tmp_path: Path) -> None:
+    """A machine of the first start is back at the third, beside one of the second: their memories together would have
+    a step of which each start has saved a half."""
+    try:
+        ranks.run(2, save_in_part_and_die, tmp_path, 1, dies=[0, 1])
+        shutil.rmtree(tmp_path / "memory-0")
+        ranks.run(2, save_on_one_node_and_die, tmp_path, dies=[0, 1])
+        assert is_whole(tmp_path / "memory-0")
+        assert is_whole(tmp_path / "memory-1")
+        assert ranks.run(2, restore, tmp_path) == [(BEFORE.step, {float(BEFORE.step)})] * 2
+    finally:
+        for machine in range(3):
+            try:
+                kill_writer(tmp_path / f"memory-{machine}")
+            except OSError:
+                continue
+
+
+def go_on_without_store_at_first(rank: int, folder: Path) -> list[Any]:
+    """The store is away when the attempt is claimed, and back for the saves."""
+    made = model(-1)
+
+    def is_away(*_: Any) -> None:
+        raise StoreError("store", "is away")
+
+    away = pytest.MonkeyPatch()
+    ckpt = session(rank, folder, 0)
+    ckpt.restore(model=made)
+    for name in ("_check_goes_on", "remove_uncommitted"):
+        away.setattr(claiming, name, is_away)
+    set_all(made, NEW)
+    ckpt.save(LOST.step)
+    with suppress(SaveFailed):
+        ckpt.wait()
+    away.undo()
+    set_all(made, AFTER.step)
+    ckpt.save(AFTER.step)
+    with suppress(SaveFailed):  # that of the step before is told once more
+        ckpt.close()
+    return list_candidates(PosixStore(folder / "store"))
+
+
+def test_what_could_not_be_dropped_at_the_start_makes_no_checkpoint_together_with_what_is_new(tmp_path: Path) -> None:
+    try:
+        ranks.run(2, save_in_part_and_die, tmp_path, 0, dies=[0, 1])
+        kill_writer(tmp_path / "memory-1")
+        for machine in (0, 1):
+            shutil.rmtree(tmp_path / f"memory-{machine}")
+        candidates = ranks.run(2, go_on_without_store_at_first, tmp_path)
+        loaded = everstep.load(tmp_path / "store")
+        assert (loaded.key, loaded.fell_back) == (AFTER, {})
+        assert values(loaded["model"].values()) == {float(AFTER.step)}
+        if LOST in candidates[0]:
+            assert values(everstep.load(tmp_path / "store", step=LOST.step)["model"].values()) == {NEW}
+    finally:
+        for machine in (0, 1):
+            try:
+                kill_writer(tmp_path / f"memory-{machine}")
             except OSError:
                 continue

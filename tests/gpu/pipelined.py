@@ -19,7 +19,7 @@ SAMPLES, WORDS, WIDTH = 16, 12, 32
 
 @dataclass(frozen=True)
 class PipelinedRun:
-    """What is trained, and how: by any number of processes to the same weights."""
+    """The options of a training that any number of processes bring to the same weights."""
 
     schedule: str = "1f1b"
     stages: int = 2

@@ -59,7 +59,7 @@ def test_a_node_tells_of_its_gpus_and_waits_until_killed_ranks_have_given_them_b
 
 @cuda_only
 def test_the_driver_shows_the_process_that_holds_a_gpu(tmp_path: Path) -> None:
-    """Where it does not, as between PID namespaces, a node cannot tell that a killed rank still holds one."""
+    """A node can tell by it that a killed rank still holds one; between PID namespaces drivers show none."""
     pytest.importorskip("pynvml", reason="install nvidia-ml-py: the agent's query of GPUs was not tried")
 
     async def run() -> None:

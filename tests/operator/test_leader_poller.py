@@ -15,13 +15,13 @@ from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from e2e.cluster.ports import free_ports
-from everstep.agent.wire import auth
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.leader_poller import COMMAND_AGAIN_SECONDS, LeaderAnswerError, LeaderPoller
 from everstep_operator.plan.actions import LeaderPoll, PushPeers, StopLeader
 from everstep_operator.settings import OperatorSettings
 from tests.integration.world import FakeLeader, until
+from tests.operator.odd_leaders import serve_leader
 
 KEY = ("ns", "digits")
 TOKEN = bytes(range(32))
@@ -298,30 +298,11 @@ async def test_a_leader_with_another_token_is_not_believed(woken: Woken, leader:
     assert view.answered_at is None
 
 
-async def serve(*, forged: bool = False, answer: bytes = b"{}") -> tuple[web.AppRunner, int]:
-    """Start a server that has the port but not the token, or has it and floods."""
-
-    async def challenge(_: web.Request) -> web.Response:
-        return web.json_response({"nonce": auth.new_nonce()})
-
-    async def state(request: web.Request) -> web.Response:
-        token = b"forged" if forged else TOKEN
-        mac = auth.response_mac(token, 200, request.headers[auth.CLIENT_HEADER], answer)
-        return web.Response(body=answer, headers={auth.MAC_HEADER: mac})
-
-    app = web.Application()
-    app.router.add_get("/v1/challenge", challenge)
-    app.router.add_get("/v1/state", state)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    port = free_ports(1)[0]
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    return runner, port
-
-
 @pytest.mark.parametrize(("forged", "size"), [(True, 0), (False, 2 << 20)])
 async def test_forged_and_oversized_answers_are_no_answers(woken: Woken, forged: bool, size: int) -> None:
-    runner, port = await serve(forged=forged, answer=json.dumps({"phase": "running", "pad": "x" * size}).encode())
+    runner, port = await serve_leader(
+        TOKEN, forged=forged, answer=json.dumps({"phase": "running", "pad": "x" * size}).encode()
+    )
     woken.poller.ensure_polled(KEY, LeaderPoll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
     await reachable(woken, False)
     await runner.cleanup()
@@ -337,7 +318,7 @@ async def test_answers_of_a_million_lists_are_never_parsed(woken: Woken, monkeyp
         return loads(data, **options)
 
     monkeypatch.setattr(json, "loads", counted)
-    runner, port = await serve(answer=b"[" + b"[]," * 166_000 + b"[]]")
+    runner, port = await serve_leader(TOKEN, answer=b"[" + b"[]," * 166_000 + b"[]]")
     before = failed_polls()
     woken.poller.ensure_polled(KEY, LeaderPoll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
 

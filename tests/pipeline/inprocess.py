@@ -16,10 +16,14 @@ from typing import TypeVar
 
 import torch
 
-from everstep.pipeline.transport.base import Deadlock, Spec, Tag, TransportError
+from everstep.pipeline.transport.base import Spec, Tag, TransportError
 
 T = TypeVar("T")
 Group = tuple[int, ...]
+
+
+class Deadlock(TransportError):
+    """Every rank waits for another; the message says for what."""
 
 
 @dataclass(eq=False)

@@ -157,7 +157,7 @@ class _Model:
     def _memory(self, stage: int) -> dict[int, float]:
         problem = self.problem
         memory: dict[int, float] = {}
-        words = (1 + problem.words) / problem.memory_scale
+        words = (1 + problem.optimizer_factor) / problem.memory_scale
         users: dict[int, list[int]] = {}
         for index, block in enumerate(problem.blocks.blocks):
             size = block.parameters * words + block.activation * problem.in_flight[stage] / problem.memory_scale

@@ -26,7 +26,7 @@ class Case:
     devices: tuple[Device, ...]
     links: tuple[tuple[Link, ...], ...] | None
     memory_weight: float
-    words: float = 3.0
+    optimizer_factor: float = 3.0
 
     @property
     def problem(self) -> PartitionProblem:
@@ -35,7 +35,7 @@ class Case:
             self.schedule,
             self.devices,
             self.links,
-            words=self.words,
+            optimizer_factor=self.optimizer_factor,
             memory_weight=self.memory_weight,
         )
 
@@ -96,7 +96,7 @@ def dag(random_: random.Random, count: int) -> Graph:
 def splits(graph: Graph, stages: int) -> Iterator[dict[str, int]]:
     """Every way to give the nodes stages: no value flows down, no stage is empty, colocated nodes are together."""
 
-    def extend(index: int, stage_of: dict[str, int], words: dict[str, int]) -> Iterator[dict[str, int]]:
+    def extend(index: int, stage_of: dict[str, int], optimizer_factor: dict[str, int]) -> Iterator[dict[str, int]]:
         if index == len(graph.nodes):
             if len(set(stage_of.values())) == stages:
                 yield dict(stage_of)
@@ -104,9 +104,9 @@ def splits(graph: Graph, stages: int) -> Iterator[dict[str, int]]:
         node = graph.nodes[index]
         lowest = max((stage_of[name] for name in node.inputs), default=0)
         for stage in range(lowest, stages):
-            if node.colocate and words.get(node.colocate, stage) != stage:
+            if node.colocate and optimizer_factor.get(node.colocate, stage) != stage:
                 continue
-            new = words | ({node.colocate: stage} if node.colocate else {})
+            new = optimizer_factor | ({node.colocate: stage} if node.colocate else {})
             yield from extend(index + 1, stage_of | {node.name: stage}, new)
 
     yield from extend(0, {}, {})
@@ -122,7 +122,7 @@ def worth(case: Case, stage_of: Mapping[str, int]) -> float:
     for node in case.graph.nodes:
         stage = stage_of[node.name]
         seconds[stage] += (node.forward + node.backward) / case.devices[stage].speed
-        size[stage] += node.parameters * (1 + case.words) + node.activation * flight[stage]
+        size[stage] += node.parameters * (1 + case.optimizer_factor) + node.activation * flight[stage]
         if node.ties:
             tied.add(stage)
         users = {stage_of[user.name] for user in case.graph.nodes if node.name in user.inputs} - {stage}
@@ -131,7 +131,7 @@ def worth(case: Case, stage_of: Mapping[str, int]) -> float:
         if users:
             seconds[stage] += hop(case, stage, stage + 1, node)
     for stage in tied:
-        size[stage] += 50 * (1 + case.words)
+        size[stage] += 50 * (1 + case.optimizer_factor)
     if any(device.memory is not None and size[stage] > device.memory for stage, device in enumerate(case.devices)):
         return inf
     time, microbatches = sum(seconds), case.schedule.microbatches
@@ -142,7 +142,7 @@ def worth(case: Case, stage_of: Mapping[str, int]) -> float:
     perfect = work * (microbatches - 1 + stages) / sum(device.speed for device in case.devices)
     kept = sum(node.activation for node in case.graph.nodes) * sum(flight) / stages
     parameters = sum(node.parameters for node in case.graph.nodes) + 50
-    full = (parameters * (1 + case.words) + kept) / stages
+    full = (parameters * (1 + case.optimizer_factor) + kept) / stages
     return (1 - case.memory_weight) * time / perfect + case.memory_weight * max(size) / full
 
 
@@ -151,7 +151,7 @@ def seen(case: Case, stage_of: dict[str, int]) -> float:
     graph = stage_graph(case.graph, stage_of)
     result = simulate_schedule(case.schedule, graph, case.devices, case.links)
     held = [
-        stage.parameters * (1 + case.words) + result.peak[rank] + result.waiting[rank]
+        stage.parameters * (1 + case.optimizer_factor) + result.peak[rank] + result.waiting[rank]
         for rank, stage in enumerate(graph.stages)
     ]
     if any(device.memory is not None and size > device.memory for device, size in zip(case.devices, held, strict=True)):

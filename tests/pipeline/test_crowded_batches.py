@@ -1,4 +1,4 @@
-"""What has room for so many samples only trains otherwise in micro-batches, though a few samples do not show it."""
+"""Parts that have room for so many samples only train otherwise in micro-batches, though a few do not show it."""
 
 from __future__ import annotations
 

@@ -237,11 +237,11 @@ def _by_hand(rank: int) -> tuple[float, int]:
         squared,
         schedule="1f1b",
         microbatches=2,
-        plan=PlanOptions(stage_of={"0": 0, "1": 0, "2": 1, "3": 1}, costs="counted", optimizer_words=1.0),
+        plan=PlanOptions(stage_of={"0": 0, "1": 0, "2": 1, "3": 1}, costs="counted", optimizer_factor=1.0),
         engine=EngineOptions(heartbeat=None),
     ) as run:
-        more = replace(run.plan, words=3.0).predict()
-        return run.plan.words, sum(more.memory) - sum(run.plan.prediction.memory)
+        more = replace(run.plan, optimizer_factor=3.0).predict()
+        return run.plan.optimizer_factor, sum(more.memory) - sum(run.plan.prediction.memory)
 
 
 def _too_large(rank: int) -> list[str]:

@@ -290,7 +290,7 @@ def test_an_argument_that_is_needed_and_none_is_refused() -> None:
 
 def test_an_argument_without_samples_is_named_and_is_of_any_size() -> None:
     model, table = Choosing(), torch.ones(5, dtype=torch.float64)
-    with pytest.raises(Untraceable, match=r"in EngineOptions\.whole"):
+    with pytest.raises(Untraceable, match=r"in EngineOptions\.unsplit_inputs"):
         trace_model(model, {**X, "table": table})
     stages = split_model(trace_model(model, {**X, "table": table}, ["table"]), {"two": 1})
     for length in (5, 3, 7):

@@ -52,7 +52,7 @@ def test_a_function_with_explained_keywords_is_the_same_to_its_callers() -> None
         ({"heartbeat": 0.0}, "heartbeat is a time in seconds above 0, not 0.0"),
         ({"timeout": -1.0}, "timeout is a time in seconds above 0, not -1.0"),
         ({"bucket": 0}, "bucket at least 1 byte"),
-        ({"whole": "scale"}, "whole is a set of names, not the text 'scale': give {'scale'}"),
+        ({"unsplit_inputs": "scale"}, "unsplit_inputs is a set of names, not the text 'scale': give {'scale'}"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_where_it_is_made(given: dict[str, Any], says: str) -> None:

@@ -141,7 +141,7 @@ def test_other_numbers_can_be_tried(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
-        ("version", 7, "version: 7, this everstep reads 1 only"),
+        ("version", 7, "version: 7, this everstep reads 2 only"),
         ("everstep", "profile", "not a plan"),
         ("microbatches", "many", "microbatches: "),
         ("placement", [0, 1, 0], "placement: "),

@@ -1,4 +1,4 @@
-"""What a script has dropped is freed: the whole model while a pipeline trains, and the pipeline when it has ended."""
+"""A script that drops the model has its memory back while a pipeline trains, and the pipeline's when it has ended."""
 
 from __future__ import annotations
 

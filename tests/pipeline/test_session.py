@@ -152,7 +152,7 @@ def _train_under_a_cap(rank: int) -> tuple[list[float], str]:
     # Half of the weights with their gradients are as much as all of the weights.
     whole = sum(parameter.numel() * 4 for parameter in model.parameters())
     resource.setrlimit(resource.RLIMIT_DATA, (used + whole + SPARE, used + whole + SPARE))
-    how: dict[str, Any] = {"schedule": "1f1b", "costs": "counted", "optimizer_words": 1.0, "heartbeat": None}
+    how: dict[str, Any] = {"schedule": "1f1b", "costs": "counted", "optimizer_factor": 1.0, "heartbeat": None}
     with pipeline(model, batch.inputs, squares, **group_options(memory=int(1.15 * whole), **how)) as run:
         optimizer = torch.optim.SGD(run.groups(), lr=1e-2)
         losses = []

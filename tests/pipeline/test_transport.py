@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from everstep.pipeline.transport.base import Deadlock, Spec, Tag, Transport, TransportError
+from everstep.pipeline.transport.base import Spec, Tag, Transport, TransportError
 from everstep.pipeline.transport.grid import make_grid
-from tests.pipeline.inprocess import Fabric
+from tests.pipeline.inprocess import Deadlock, Fabric
 
 pytestmark = pytest.mark.torch
 

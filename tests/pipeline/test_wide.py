@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.engine.microbatch import compute_bounds  # noqa: E402
 from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
-from everstep.pipeline.engine.wide import more_words  # noqa: E402
+from everstep.pipeline.engine.wide import compute_wide_factor  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.grouping import group_options  # noqa: E402
@@ -112,7 +112,7 @@ def _planned(rank: int) -> list[tuple[float, int]]:
     for wide in (False, True):
         model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)).bfloat16()
         with pipeline(model, x, squares, stages=2, microbatches=2, **group_options(fp32_gradients=wide, **how)) as run:
-            found.append((run.plan.words, run.plan.prediction.memory[run.engine.rank]))
+            found.append((run.plan.optimizer_factor, run.plan.prediction.memory[run.engine.rank]))
             size = sum(each.nbytes for each in run.parameters())
     assert found[1][1] - found[0][1] == size
     return found
@@ -122,4 +122,4 @@ def test_a_plan_counts_gradients_of_twice_the_width() -> None:
     for found in ranks.run(2, _planned):
         assert [words for words, _ in found] == [3.0, 4.0]
     mixed = nn.ModuleList([nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4), nn.Linear(9, 9).requires_grad_(False)])
-    assert more_words(mixed.parameters()) == pytest.approx(1 / 3)
+    assert compute_wide_factor(mixed.parameters()) == pytest.approx(1 / 3)

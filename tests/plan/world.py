@@ -26,7 +26,6 @@ from everstep_operator.plan.actions import (
     StopLeader,
 )
 from everstep_operator.plan.affinity import list_excluded_nodes
-from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.leader_view import (
     LeaderOutcome,
     LeaderProgress,
@@ -50,9 +49,9 @@ from everstep_operator.plan.observation import (
     token_secret_name,
 )
 from everstep_operator.plan.pod_manifest import build_pod
-from everstep_operator.plan.template import read_frozen_template
 from tests.builders import CREATED
 from tests.plan.simulated_leader import SimulatedLeader
+from tests.plan.simulated_templates import find_frozen_template
 
 START = CREATED.timestamp()
 
@@ -102,7 +101,7 @@ class World:
         template = self.job.status.template
         found = self.config_maps.get(f"{self.job.metadata.name}-{template.epoch}") if template else None
         seen = self.pods if pods is None else pods
-        frozen = self._frozen(found, template.epoch) if found and template else None
+        frozen = find_frozen_template(self.job, found, template.epoch, self.settings) if found and template else None
         return Observation(
             job=self.job,
             pods=tuple(seen.values()),
@@ -119,11 +118,6 @@ class World:
             avoided_nodes=self.avoided_nodes,
             silent_nodes=tuple(sorted(name for name, node in self.nodes.items() if node.silent_since is not None)),
         )
-
-    def _frozen(self, found: object, epoch: int) -> FrozenTemplate | None:
-        meta, keys = self.job.metadata, self.settings.operator_keys
-        namespace = meta.namespace or ""
-        return read_frozen_template(found, namespace=namespace, uid=meta.uid, epoch=epoch, keys=keys)  # type: ignore[arg-type]
 
     def view(self) -> LeaderView | None:
         leader, head = self.leader, self.pods.get(f"{self.job.metadata.name}-0")

@@ -22,7 +22,7 @@ MANY_PARAMETERS = {
     "trainer-image/src/everstep/cli/pipeline.py: plan": 12,
 }
 # What would still fail there: a new package with tensors is checked from its first day.
-NOT_CHECKED_WITH_TORCH = {"everstep.cli", "everstep.compat", "everstep.pipeline"}
+NOT_CHECKED_WITH_TORCH = {"everstep.cli", "everstep.compat"}
 
 
 def list_sources(folders: Sequence[str] = (*PACKAGES, "tests")) -> list[Path]:
@@ -90,7 +90,7 @@ def test_docstrings_begin_with_their_verb_or_subject() -> None:
 
 def test_files_stay_short() -> None:
     """A longer one has more than one purpose: it is split along the seam between them."""
-    lines = {file: len(file.read_text().splitlines()) for file in list_sources(PACKAGES)}
+    lines = {file: len(file.read_text().splitlines()) for file in list_sources((*PACKAGES, "tests"))}
     assert {str(file.relative_to(ROOT)): n for file, n in lines.items() if n > MAX_LINES} == {}
 
 

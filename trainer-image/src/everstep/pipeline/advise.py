@@ -64,7 +64,7 @@ def advise(
     links: Links | None = None,
     chunks: Collection[int] = (1, 2, 3, 4),
     schedules: Collection[str] = NAMES,
-    optimizer_words: float = 3.0,
+    optimizer_factor: float = 3.0,
     split: Callable[[int, int], Collection[int] | None] = lambda stages, microbatches: None,
 ) -> Advice:
     """Return the schedule of the fastest step that fits the devices' memory.
@@ -80,7 +80,7 @@ def advise(
         links: The links of all pairs of ranks.
         chunks: The numbers of stages on each rank to try.
         schedules: The names of the schedules to try.
-        optimizer_words: The bytes of gradients and optimizer states for each byte of parameters.
+        optimizer_factor: The bytes of gradients and optimizer states for each byte of parameters.
         split: A function of (stages, microbatches) that returns the stages that may split their backward, as in
             `make_schedule`.
 
@@ -88,7 +88,7 @@ def advise(
         PipelineError: Nothing fits; it has what comes nearest.
     """
     found = [
-        _simulate_alternative(name, stages, m, ranks, stage_graph, devices, links, optimizer_words, split)
+        _simulate_alternative(name, stages, m, ranks, stage_graph, devices, links, optimizer_factor, split)
         for name in schedules
         for stages in sorted({ranks * chunk for chunk in chunks})
         for m in sorted(set(microbatches))
@@ -115,7 +115,7 @@ def _simulate_alternative(
     stage_graph: Callable[[int, int], StageGraph],
     devices: Sequence[Device] | None,
     links: Links | None,
-    optimizer_words: float,
+    optimizer_factor: float,
     split: Callable[[int, int], Collection[int] | None],
 ) -> Alternative:
     try:
@@ -128,7 +128,7 @@ def _simulate_alternative(
     for stage, rank in zip(graph.stages, schedule.placement, strict=True):
         parameters[rank] += stage.parameters
     memory = tuple(
-        round(own * (1 + optimizer_words)) + kept + waiting
+        round(own * (1 + optimizer_factor)) + kept + waiting
         for own, kept, waiting in zip(parameters, result.peak, result.waiting, strict=True)
     )
     over, rank = _find_excess(memory, devices)

@@ -111,7 +111,7 @@ def check_samples(
     targets: Any,
     loss: Loss | None,
     weight: Loss | None,
-    whole: frozenset[str],
+    unsplit_inputs: frozenset[str],
     microbatch: int = 0,
 ) -> list[str]:
     """Compare the loss of some samples with that of their halves, by the model as it evaluates; and as it trains, but
@@ -127,7 +127,7 @@ def check_samples(
         targets: The example's; None if they are not known.
         loss: As given to pipeline(); None to look at what the model makes of each sample, where targets are not known.
         weight: The same.
-        whole: Arguments without samples.
+        unsplit_inputs: Arguments without samples.
         microbatch: The samples of a micro-batch.
 
     Returns:
@@ -137,14 +137,14 @@ def check_samples(
         PipelineError: They differ: a batch is more than its samples, and micro-batches would train something else.
     """
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
-    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), whole)
+    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), unsplit_inputs)
     if any(each.device.type == "meta" for each in tensors) or not samples or samples < 2:
         return []
     device, count = tensors[0].device, min(samples, _SAMPLES)
 
     def take(number: int) -> dict[str, Any]:
         given = {**inputs, _TARGETS: targets}.items()
-        return {name: each if name in whole else _take_samples(each, samples, number) for name, each in given}
+        return {name: each if name in unsplit_inputs else _take_samples(each, samples, number) for name, each in given}
 
     many = min(samples, 2 * microbatch)
     learning = [each for each in model.parameters() if each.requires_grad]
@@ -170,7 +170,7 @@ def check_samples(
         try:
             for mode in (evaluation_mode, quiet_training) if trains_otherwise(found) else (evaluation_mode,):
                 with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
-                    if (apart := compare(run, take(number), number, whole)) is not None:
+                    if (apart := compare(run, take(number), number, unsplit_inputs)) is not None:
                         return apart
         except PipelineError:
             raise
@@ -295,7 +295,7 @@ def _find_difference(
     run: Callable[..., Ran],
     some: Mapping[str, Any],
     count: int,
-    whole: frozenset[str],
+    unsplit_inputs: frozenset[str],
     *,
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> _Difference | None:
@@ -314,7 +314,7 @@ def _find_difference(
         made = [
             run(part, stop - start)
             for part, (start, stop) in zip(
-                split_batch(dict(some), count, parts, whole), compute_bounds(count, parts), strict=True
+                split_batch(dict(some), count, parts, unsplit_inputs), compute_bounds(count, parts), strict=True
             )
         ]
         has_numbers, alike = _compare_rows(output, [each for each, _, _ in made], count)
@@ -327,12 +327,14 @@ def _find_difference(
 
 
 def _find_difference_of_many(
-    run: Callable[..., Ran], some: Mapping[str, Any], count: int, whole: frozenset[str]
+    run: Callable[..., Ran], some: Mapping[str, Any], count: int, unsplit_inputs: frozenset[str]
 ) -> _Difference | None:
     """Find how the loss of two micro-batches differs at once; None if random numbers are drawn."""
     halves = [
         (part, stop - start)
-        for part, (start, stop) in zip(split_batch(dict(some), count, 2, whole), compute_bounds(count, 2), strict=True)
+        for part, (start, stop) in zip(
+            split_batch(dict(some), count, 2, unsplit_inputs), compute_bounds(count, 2), strict=True
+        )
     ]
     with torch.no_grad():
         made = []

@@ -97,8 +97,10 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
     request = terms.request
     if request.plan.check:
-        call_once(request.model, terms.example, request.engine.whole, terms.autocast)
-    found = look_into(request.model, terms.example, request.plan.blocks, request.engine.whole, autocast=terms.autocast)
+        call_once(request.model, terms.example, request.engine.unsplit_inputs, terms.autocast)
+    found = look_into(
+        request.model, terms.example, request.plan.blocks, request.engine.unsplit_inputs, autocast=terms.autocast
+    )
     if isinstance(found, Traced):
         refuse_half_regions(found.record, request.engine.precision)
     return found
@@ -128,7 +130,7 @@ def _make_plan(terms: PipelineTerms, found: Traced | Tree) -> Plan:
         terms.example,
         terms.wish,
         terms.position,
-        ProfileRequest(options.costs, terms.autocast, sum_of_loss, request.targets, request.engine.whole),
+        ProfileRequest(options.costs, terms.autocast, sum_of_loss, request.targets, request.engine.unsplit_inputs),
         stage_of=options.stage_of,
         path=terms.plan_file,
         aim=options.optimize is not None and options.source == "profile",
@@ -147,14 +149,14 @@ def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> tuple[Loss, LossU
     Return the one that looks at its first call for that, and what it is known to use.
     """
     request = terms.request
-    loss, weight, whole = request.loss, request.engine.loss_weight, request.engine.whole
+    loss, weight, unsplit_inputs = request.loss, request.engine.loss_weight, request.engine.unsplit_inputs
     if not request.plan.check:
         return loss, LossUses()
     left = found.left if isinstance(found, Traced) else ()
     uses = LossUses()
     if request.targets is not None:
         uses = terms.control.run_on_first_rank(
-            lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, whole)
+            lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, unsplit_inputs)
         )
     return WatchedLoss(loss, request.model, left), uses
 
@@ -184,23 +186,27 @@ def _check_cut(
     """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
     with, and the parameters that it is known not to depend on."""
     request, first = terms.request, terms.control.run_on_first_rank
-    weight, whole = request.engine.loss_weight, request.engine.whole
+    weight, unsplit_inputs = request.engine.loss_weight, request.engine.unsplit_inputs
     if not request.plan.check:
         return loss, ()
     times = plan.microbatches * terms.position.grid.replicas
     if times > 1:
-        first(lambda: check_second_forward(request.model, terms.example, whole, times))
+        first(lambda: check_second_forward(request.model, terms.example, unsplit_inputs, times))
     first(
         lambda: compare_stages(
-            request.model, found, stages, make_example_microbatch(terms.example, terms.wish, whole), terms.autocast
+            request.model,
+            found,
+            stages,
+            make_example_microbatch(terms.example, terms.wish, unsplit_inputs),
+            terms.autocast,
         )
     )
     if request.targets is not None and (not isinstance(found, Traced) or found.both):
-        several = make_example_microbatch({**terms.example, _TARGETS: request.targets}, terms.wish, whole)
+        several = make_example_microbatch({**terms.example, _TARGETS: request.targets}, terms.wish, unsplit_inputs)
         own = several.pop(_TARGETS)
         first(
             lambda: check_gradient_mode(
-                request.model, stages, several, own, request.loss, weight, whole, terms.autocast
+                request.model, stages, several, own, request.loss, weight, unsplit_inputs, terms.autocast
             )
         )
     if times == 1:
@@ -209,7 +215,7 @@ def _check_cut(
     known = None if request.targets is None else request.loss
     idle = first(
         lambda: check_samples(
-            request.model, found, terms.example, request.targets, known, weight, whole, plan.profile.samples
+            request.model, found, terms.example, request.targets, known, weight, unsplit_inputs, plan.profile.samples
         )
     )
     return (FirstLook(loss, weight, times), ()) if known is None else (loss, idle)

@@ -26,18 +26,18 @@ _SAMPLES = 2
 
 
 def call_once(
-    model: nn.Module, inputs: Mapping[str, Any], whole: Collection[str], autocast: torch.dtype | None
+    model: nn.Module, inputs: Mapping[str, Any], unsplit_inputs: Collection[str], autocast: torch.dtype | None
 ) -> None:
     """Call a model in training and in evaluation, on two samples; nothing of it is another afterwards.
 
     Args:
         model: The model; it is not called where it has no weights here.
         inputs: The example by the names of arguments.
-        whole: The arguments without samples.
+        unsplit_inputs: The arguments without samples.
         autocast: The type to which steps cast.
     """
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs))]
-    samples = batch_size(dict(inputs), frozenset(whole))
+    samples = batch_size(dict(inputs), frozenset(unsplit_inputs))
     if any(each.device.type == "meta" for each in tensors) or not samples or not Arguments(model).fits(inputs):
         return
     device, draws = tensors[0].device, ScriptDraws(model)
@@ -56,7 +56,10 @@ def call_once(
                     for each in flags:  # not by `train`: one of a model's own may do more
                         each.training = mode
                 with casting_to(autocast, device.type):
-                    given = {name: map_tensors(each, copy if name in whole else take) for name, each in inputs.items()}
+                    given = {
+                        name: map_tensors(each, copy if name in unsplit_inputs else take)
+                        for name, each in inputs.items()
+                    }
                     Arguments(model).call(model, given)
     except Exception as error:
         _log.info("the model was not called before it was traced: %s: %s", type(error).__name__, error)

@@ -39,7 +39,7 @@ def check_gradient_mode(
     targets: Any,
     loss: Loss,
     weight: Loss | None,
-    whole: Collection[str],
+    unsplit_inputs: Collection[str],
     autocast: torch.dtype | None = None,
 ) -> str:
     """Compare the loss of an evaluation by the stages with that by the model, both without gradients.
@@ -51,7 +51,7 @@ def check_gradient_mode(
         targets: Theirs.
         loss: As given to pipeline().
         weight: The same.
-        whole: Arguments without samples.
+        unsplit_inputs: Arguments without samples.
         autocast: The type to which steps cast.
 
     Returns:
@@ -61,7 +61,7 @@ def check_gradient_mode(
         PipelineError: They differ.
     """
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(batch)), *tensors_of(targets)]
-    samples = None if isinstance(targets, Parts) else batch_size(dict(batch), frozenset(whole))
+    samples = None if isinstance(targets, Parts) else batch_size(dict(batch), frozenset(unsplit_inputs))
     if any(each.device.type == "meta" for each in tensors) or not samples or not Arguments(model).fits_by_name(batch):
         return ""
     device = tensors[0].device

@@ -98,15 +98,15 @@ class Graph:
     def by_name(self) -> Mapping[str, GraphNode]:
         return {node.name: node for node in self.nodes}
 
-    def weigh_parameters(self, words: float) -> Graph:
-        """Return the graph in which each byte of `parameters` and `shared` stands for 1 + `words` bytes of memory.
+    def weigh_parameters(self, optimizer_factor: float) -> Graph:
+        """Return the graph in which each byte of `parameters` and `shared` stands for 1 + `optimizer_factor` bytes.
 
         A frozen parameter, and a copy in a narrower type, have neither a gradient nor an optimizer's state: they count
         as a smaller parameter that has both. Who plans by this graph needs to know of nothing but parameters.
         """
 
         def weighed(size: int, frozen: int, cast: int = 0) -> int:
-            return size - frozen + ceil((frozen + cast) / (1 + words))
+            return size - frozen + ceil((frozen + cast) / (1 + optimizer_factor))
 
         return replace(
             self,

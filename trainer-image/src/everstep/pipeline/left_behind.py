@@ -83,7 +83,7 @@ def check_left_behind(
     targets: Any,
     loss: Loss,
     weight: Loss | None,
-    whole: Collection[str],
+    unsplit_inputs: Collection[str],
 ) -> LossUses:
     """Compute the loss of an output twice: after the forward that gave it, and after the forward of another batch.
 
@@ -94,7 +94,7 @@ def check_left_behind(
         targets: The example's.
         loss: As given to pipeline().
         weight: The same.
-        whole: Arguments without samples.
+        unsplit_inputs: Arguments without samples.
 
     Returns:
         What the loss uses beside the output.
@@ -103,7 +103,7 @@ def check_left_behind(
         PipelineError: The loss is another one, or reads one of the attributes.
     """
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
-    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), frozenset(whole))
+    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), frozenset(unsplit_inputs))
     if any(each.device.type == "meta" for each in tensors) or not samples:
         return LossUses()
     device, count = tensors[0].device, min(samples, _SAMPLES)
@@ -116,7 +116,9 @@ def check_left_behind(
         return map_tensors(given, rows)
 
     def run(number: int, factor: float = 1.0) -> Any:
-        given = {name: take(each, samples if name in whole else number, factor) for name, each in inputs.items()}
+        given = {
+            name: take(each, samples if name in unsplit_inputs else number, factor) for name, each in inputs.items()
+        }
         return Arguments(model).call(model, given)
 
     def compute(output: Any) -> float:
@@ -192,13 +194,15 @@ def _make_error(model: nn.Module, key: Key) -> PipelineError:
     return PipelineError(f"the loss reads the attribute {name!r} of {where}, which forward sets: {_WHY}")
 
 
-def check_second_forward(model: nn.Module, inputs: Mapping[str, Any], whole: Collection[str], times: int) -> str:
+def check_second_forward(
+    model: nn.Module, inputs: Mapping[str, Any], unsplit_inputs: Collection[str], times: int
+) -> str:
     """Run the model twice on the same samples.
 
     Args:
         model: With its weights; nothing is run where it has none here.
         inputs: The example by the names of arguments.
-        whole: Arguments without samples.
+        unsplit_inputs: Arguments without samples.
         times: How often forward is called for a batch: micro-batches times replicas.
 
     Returns:
@@ -208,7 +212,7 @@ def check_second_forward(model: nn.Module, inputs: Mapping[str, Any], whole: Col
         PipelineError: The second result is another one: forward goes on from what it has kept.
     """
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs))]
-    samples = batch_size(dict(inputs), frozenset(whole))
+    samples = batch_size(dict(inputs), frozenset(unsplit_inputs))
     if any(each.device.type == "meta" for each in tensors) or not samples or not Arguments(model).fits(inputs):
         return ""
     device, count = tensors[0].device, min(samples, _SAMPLES)
@@ -223,7 +227,7 @@ def check_second_forward(model: nn.Module, inputs: Mapping[str, Any], whole: Col
     drawn = draws.get_state()
 
     def run() -> list[torch.Tensor]:
-        given = {name: map_tensors(each, copy if name in whole else take) for name, each in inputs.items()}
+        given = {name: map_tensors(each, copy if name in unsplit_inputs else take) for name, each in inputs.items()}
         torch.manual_seed(0)
         with draws.at(drawn):
             return tensors_of(map_tensors(Arguments(model).call(model, given), torch.Tensor.clone))

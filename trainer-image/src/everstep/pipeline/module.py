@@ -135,7 +135,8 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         Raises:
             PipelineError: On all processes, if they do not ask for the same, or for what no norm can be.
         """
-        return self.engine.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        norm: torch.Tensor = self.engine.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return norm
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all modules here, as the model's own `train` would; all processes do the same."""

@@ -13,7 +13,7 @@ from torch import nn
 from everstep.pipeline.engine.losses import Loss
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.options import EngineOptions
-from everstep.pipeline.engine.wide import more_words
+from everstep.pipeline.engine.wide import compute_wide_factor
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments, refuse_uncut_targets
 from everstep.pipeline.frontend.autocast import autocast_of
@@ -142,7 +142,7 @@ def _find_terms(control: Control, request: PipelineRequest) -> PipelineTerms:
     arguments = Arguments(model if plan.blocks is None else _resolve_module(model, plan.blocks[0]))
     example = arguments.name(request.example)
     position = find_place(control, example, layout.device, request.stages, layout.data_parallel, layout.placement)
-    samples, replicas = batch_size(example, engine.whole), position.grid.replicas
+    samples, replicas = batch_size(example, engine.unsplit_inputs), position.grid.replicas
     if request.microbatches != 1:
         refuse_uncut_targets(request.targets, samples)
     wish = Wish(
@@ -154,7 +154,8 @@ def _find_terms(control: Control, request: PipelineRequest) -> PipelineTerms:
         objective=plan.optimize or "speed",
         memory_weight=plan.memory_weight,
         memory=plan.memory,
-        words=plan.optimizer_words + (more_words(model.parameters()) if engine.fp32_gradients else 0.0),
+        optimizer_factor=plan.optimizer_factor
+        + (compute_wide_factor(model.parameters()) if engine.fp32_gradients else 0.0),
     )
     autocast = autocast_of(engine.precision, position.device.type)
     return PipelineTerms(request, arguments, example, position, wish, autocast)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from everstep.pipeline.plan import WORDS
+from everstep.pipeline.plan import OPTIMIZER_FACTOR
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class PlanOptions:
         memory_weight: The weight of memory in the objective, from 0 to 1; None for that of `optimize`.
         memory: The bytes that a rank may take for parameters, gradients, optimizer and activations; None for what its
             device has.
-        optimizer_words: The bytes of gradients and optimizer for each byte of parameters.
+        optimizer_factor: The bytes of gradients and optimizer for each byte of parameters.
         file: The file, on the first process, where the plan is kept between runs.
         source: `file` if the file must be there, else `profile`: the plan is made where the file has none that fits.
         costs: `measured` on the devices, or `counted` for what no device here can measure.
@@ -62,7 +62,7 @@ class PlanOptions:
     optimize: Objective | None = None
     memory_weight: float | None = None
     memory: int | None = None
-    optimizer_words: float = WORDS
+    optimizer_factor: float = OPTIMIZER_FACTOR
     file: str | os.PathLike[str] | None = None
     source: Literal["profile", "file"] | None = None
     costs: Costs = "measured"

@@ -27,8 +27,8 @@ from everstep.pipeline.schedules import (
     validate_schedule,
 )
 
-VERSION = 1
-WORDS = 3.0  # bytes of a gradient and of Adam's two moments for each byte of parameters
+VERSION = 2
+OPTIMIZER_FACTOR = 3.0  # bytes of a gradient and of Adam's two moments for each byte of parameters
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Plan:
         schedule: The name of the schedule, or its text if it has none.
         split: The stages that may split their backward; None for all.
         samples: The number of samples in a micro-batch.
-        words: The bytes of gradients and optimizer for each byte of parameters, as in `partition_graph`.
+        optimizer_factor: The bytes of gradients and optimizer for each byte of parameters, as in `partition_graph`.
         model: The fingerprint of the parameters; "" if it is not known.
     """
 
@@ -75,7 +75,7 @@ class Plan:
     split: tuple[int, ...] | None = None
     objective: str = "speed"
     memory_weight: float = 0.0
-    words: float = WORDS
+    optimizer_factor: float = OPTIMIZER_FACTOR
     model: str = ""
     reasons: tuple[str, ...] = ()
 
@@ -168,9 +168,9 @@ class Plan:
         """
         result = self.simulate()
         memory = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]
-        weighed = stage_graph(self.profile.graph.weigh_parameters(self.words), self.stage_of)
+        weighed = stage_graph(self.profile.graph.weigh_parameters(self.optimizer_factor), self.stage_of)
         for stage, rank in zip(weighed.stages, self.placement, strict=True):
-            memory[rank] += round(stage.parameters * (1 + self.words))
+            memory[rank] += round(stage.parameters * (1 + self.optimizer_factor))
         return Prediction(result.makespan, result.bubble_ratio, tuple(memory), bound, gap)
 
     def simulate(self) -> Result:

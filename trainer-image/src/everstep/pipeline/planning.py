@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from everstep.pipeline.advise import Alternative, advise
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Graph, Link, Profile, find_worst_link, make_uniform_links, stage_graph
-from everstep.pipeline.plan import WORDS, Plan
+from everstep.pipeline.plan import OPTIMIZER_FACTOR, Plan
 from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump_schedule, make_schedule, parse_schedule
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Wish:
         memory_weight: The weight of memory in the objective; None for that of `objective`.
         memory: The bytes of each device, in the place of what the profile says.
         link: The link of all pairs of ranks, in the place of what the profile says.
-        words: The bytes of gradients and optimizer for each byte of parameters that are not frozen.
+        optimizer_factor: The bytes of gradients and optimizer for each byte of parameters that are not frozen.
         split: The stages that may split their backward; None for all.
     """
 
@@ -48,7 +48,7 @@ class Wish:
     memory_weight: float | None = None
     memory: int | None = None
     link: Link | None = None
-    words: float = WORDS
+    optimizer_factor: float = OPTIMIZER_FACTOR
     split: tuple[int, ...] | None = None
 
     @property
@@ -121,7 +121,7 @@ class _Solver:
             links=self.profile.links or None,
             chunks=chunks,
             schedules=NAMES if name == AUTO else (name,),
-            optimizer_words=wish.words,
+            optimizer_factor=wish.optimizer_factor,
             split=lambda stages, m: wish.split,
         )
         choice = advice.choice
@@ -153,7 +153,7 @@ class _Solver:
         return scale_graph(self.profile.graph, self._samples(microbatches) / self.profile.samples)
 
     def _weighed(self, microbatches: int) -> Graph:
-        return self._graph(microbatches).weigh_parameters(self.wish.words)
+        return self._graph(microbatches).weigh_parameters(self.wish.optimizer_factor)
 
     def _samples(self, microbatches: int) -> int:
         """Return the number of samples of the largest micro-batch."""
@@ -171,7 +171,7 @@ class _Solver:
             memory_weight=self.wish.weight,
             schedule=schedule,
             split=self.wish.split,
-            words=self.wish.words,
+            optimizer_factor=self.wish.optimizer_factor,
         )
 
     def _plan(self, best: SplitCandidate, schedule: str, microbatches: int, reasons: Collection[str]) -> Plan:
@@ -191,7 +191,7 @@ class _Solver:
             split=wish.split,
             objective=wish.objective,
             memory_weight=wish.weight,
-            words=wish.words,
+            optimizer_factor=wish.optimizer_factor,
             model=self.model,
             reasons=tuple(reasons),
         )

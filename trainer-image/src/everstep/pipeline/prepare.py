@@ -60,14 +60,14 @@ class ProfileRequest:
         autocast: The type to which steps cast.
         loss: A scalar of an output and targets, which is measured too if there are `targets`.
         targets: Those of the example.
-        whole: Arguments without samples.
+        unsplit_inputs: Arguments without samples.
     """
 
     costs: Costs = "measured"
     autocast: torch.dtype | None = None
     loss: Callable[[Any, Any], Any] | None = None
     targets: Any = None
-    whole: Collection[str] = ()
+    unsplit_inputs: Collection[str] = ()
 
 
 _MEASURED = ProfileRequest()
@@ -77,7 +77,7 @@ def look_into(
     model: nn.Module,
     example: Mapping[str, Any],
     blocks: Sequence[str | nn.Module] | None,
-    whole: Collection[str] = (),
+    unsplit_inputs: Collection[str] = (),
     *,
     autocast: torch.dtype | None = None,
 ) -> Traced | Tree:
@@ -87,7 +87,7 @@ def look_into(
         model: The model to cut.
         example: An example batch, by argument names.
         blocks: The blocks of a chain, by name or as modules; None to trace the model.
-        whole: The arguments without samples.
+        unsplit_inputs: The arguments without samples.
         autocast: The type to which steps cast.
 
     Raises:
@@ -96,7 +96,7 @@ def look_into(
     if blocks is not None:
         return build_tree(model, blocks)
     try:
-        return trace_model(model, example, whole, autocast=autocast)
+        return trace_model(model, example, unsplit_inputs, autocast=autocast)
     except Untraceable as reason:
         try:
             found = build_tree(model, reason=str(reason))
@@ -130,7 +130,7 @@ def make_plan(
     if first(lambda: "there" if path is not None and path.exists() else ""):
         return Plan.from_json(first(lambda: _reuse_or_solve(path, wish, mark, found, stage_of, aim).to_json()))
     nodes: Mapping[str, RunnableStage] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
-    batch = make_example_microbatch({**example, _TARGETS: request.targets}, wish, request.whole)
+    batch = make_example_microbatch({**example, _TARGETS: request.targets}, wish, request.unsplit_inputs)
     part, loss = batch.pop(_TARGETS), request.loss
     if loss is not None and request.targets is not None:
         where = torch.device("cpu") if request.costs == "counted" else place.device  # where the nodes' values will be
@@ -153,10 +153,12 @@ def make_plan(
     return Plan.from_json(first(solved))
 
 
-def make_example_microbatch(example: Mapping[str, Any], wish: Wish, whole: Collection[str] = ()) -> dict[str, Any]:
+def make_example_microbatch(
+    example: Mapping[str, Any], wish: Wish, unsplit_inputs: Collection[str] = ()
+) -> dict[str, Any]:
     """A part of the example that is as large as a micro-batch, or all of it if it is smaller; of what is named in
-    `whole`, all."""
-    parts = {name: value for name, value in example.items() if name not in whole}
+    `unsplit_inputs`, all."""
+    parts = {name: value for name, value in example.items() if name not in unsplit_inputs}
     batch, samples = wish.batch or 1, max((len(each) for each in tensors_of(parts) if each.dim()), default=1)
     count = wish.microbatches[0] if wish.microbatches else min(batch, 2 * wish.ranks)
     own = min(samples, -(-batch // count))
@@ -164,7 +166,7 @@ def make_example_microbatch(example: Mapping[str, Any], wish: Wish, whole: Colle
     def rows(tensor: Any) -> Any:
         return tensor[:own] if tensor.dim() and len(tensor) == samples else tensor
 
-    return {name: value if name in whole else map_tensors(value, rows) for name, value in example.items()}
+    return {name: value if name in unsplit_inputs else map_tensors(value, rows) for name, value in example.items()}
 
 
 def _make_profile(
@@ -264,7 +266,11 @@ def _reuse_or_solve(
         and -(-wish.batch // kept.microbatches) == kept.profile.samples
         and placed in (None, kept.stage_of)
         and _fits_memory(kept, wish)
-        and not (aim and placed is None and (kept.objective, kept.words) != (wish.objective, wish.words))
+        and not (
+            aim
+            and placed is None
+            and (kept.objective, kept.optimizer_factor) != (wish.objective, wish.optimizer_factor)
+        )
         and wish.memory_weight in (None, kept.memory_weight)
     )
     if same:
@@ -314,19 +320,26 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
         text, microbatches, ranks = dump_schedule(name), name.microbatches, name.placement
     else:
         advice = advise(
-            lambda _, m: stage_graph(fitted(m).graph.weigh_parameters(wish.words), stage_of),
+            lambda _, m: stage_graph(fitted(m).graph.weigh_parameters(wish.optimizer_factor), stage_of),
             wish.ranks,
             choices,
             devices=profile.devices,
             links=profile.links or None,
             chunks=(stages // wish.ranks,),
             schedules=NAMES if name == AUTO else (ALIASES.get(name, name),),
-            optimizer_words=wish.words,
+            optimizer_factor=wish.optimizer_factor,
         )
         text, microbatches, reasons = advice.choice.schedule, advice.choice.microbatches, advice.reasons
         ranks = make_schedule(text, stages, wish.ranks, microbatches).placement
     made = Plan(
-        fitted(microbatches), stage_of, ranks, text, microbatches, words=wish.words, model=mark, reasons=reasons
+        fitted(microbatches),
+        stage_of,
+        ranks,
+        text,
+        microbatches,
+        optimizer_factor=wish.optimizer_factor,
+        model=mark,
+        reasons=reasons,
     )
     made = replace(made, prediction=made.predict())
     for rank, (needs, device) in enumerate(zip(made.prediction.memory, made.devices, strict=True)):

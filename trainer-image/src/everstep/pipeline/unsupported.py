@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.compiled import is_compiled
@@ -45,7 +47,7 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"{kind} {name!r} is a DTensor, whose parts other processes have, and which are not those of its "
                 "stage: give the model with plain tensors; there is no tensor parallelism within a stage"
             )
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise PipelineError(
                 f"{kind} {name!r} has no shape yet, as its module is a lazy one: call the model once before "
                 "pipeline(), or give the module its sizes"
@@ -63,7 +65,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Refuse two tensors in the same memory, of which one learns: each would be trained by its own stage."""
-    found: dict[int, list[tuple[int, int, str, bool]]] = {}
+    found: dict[int, list[tuple[Any, Any, str, bool]]] = {}
     for kind, name, tensor in _iterate_tensors(model):
         if tensor.layout is torch.strided and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)

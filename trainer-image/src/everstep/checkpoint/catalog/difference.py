@@ -14,6 +14,7 @@ from everstep.checkpoint.catalog.candidates import read_chunk
 from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.lines import as_text, shorten_value
 from everstep.checkpoint.format.manifest import Manifest, Shard, StoredTensor, get_itemsize
+from everstep.checkpoint.format.start_mark import MARK
 from everstep.checkpoint.store.base import Store
 
 _NUMPY = {
@@ -54,7 +55,9 @@ def iterate_differences(
             )
             if what:
                 yield Difference(name, what)
-    for name in sorted(each for each in manifest.values.keys() | other.values.keys() if not is_description(each)):
+    for name in sorted(
+        each for each in manifest.values.keys() | other.values.keys() if each != MARK and not is_description(each)
+    ):
         if name not in manifest.values or name not in other.values:
             yield Difference(name, f"only in the {'second' if name not in manifest.values else 'first'}")
         elif as_text(manifest.values[name]) != as_text(other.values[name]):

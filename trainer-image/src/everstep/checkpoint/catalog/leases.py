@@ -61,16 +61,6 @@ class CheckpointLease:
         self._store.delete([self._name])
 
 
-@contextmanager
-def hold_lease(store: Store, key: Key, seconds: float = SECONDS) -> Iterator[CheckpointLease]:
-    """Held while the block runs. Take it before the manifest is read: one that is still there then is left alone."""
-    held = CheckpointLease(store, key, seconds)
-    try:
-        yield held
-    finally:
-        held.release()
-
-
 class ReadLease:
     """A lease where the store may be written; who may not write reads all the same. Any thread may renew it."""
 

@@ -40,7 +40,8 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreE
 from everstep.checkpoint.format.descriptions import is_description, object_of
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.manifest import Manifest
-from everstep.checkpoint.format.user_metadata import VALUE, read_metadata
+from everstep.checkpoint.format.start_mark import NO_STATE
+from everstep.checkpoint.format.user_metadata import read_metadata
 from everstep.checkpoint.format.values import InPart, unpack_value
 from everstep.checkpoint.load.load_ranks import LoadingRanks, find_ranks
 from everstep.checkpoint.load.object_filling import ObjectFilling
@@ -133,7 +134,9 @@ def load(
 
     def read_all(store: Store, manifest: Manifest, alive: Callable[[], None]) -> dict[str, Any]:
         wanted_tensors = {name: name for name in manifest.tensors if is_wanted(name, only)}
-        plain = {name: each for name, each in manifest.values.items() if name != VALUE and not is_description(name)}
+        plain = {
+            name: each for name, each in manifest.values.items() if name not in NO_STATE and not is_description(name)
+        }
         wanted_values = {name: each for name, each in plain.items() if is_wanted(name, only)}
         if only is not None and not wanted_tensors and not wanted_values:
             raise _NothingWanted(
@@ -342,7 +345,7 @@ def _make_life_signs(lease: ReadLease, ranks: LoadingRanks) -> Callable[[], None
 
 
 def _list_top_names(manifest: Manifest) -> str:
-    tops = sorted({name.partition(".")[0] for name in (*manifest.tensors, *manifest.values) if name != VALUE})
+    tops = sorted({name.partition(".")[0] for name in (*manifest.tensors, *manifest.values) if name not in NO_STATE})
     return f"the objects in it are {', '.join(tops)}"
 
 

@@ -14,6 +14,7 @@ import torch
 
 from everstep.checkpoint.errors import CheckpointError, CheckpointRankLost
 from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.format.start_mark import pack_mark
 from everstep.checkpoint.format.user_metadata import pack_metadata
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.ranks.topology import Topology
@@ -49,6 +50,7 @@ class WriterConnection:
         self.directory = directory
         self.config = config
         self.kept: tuple[int, ...] = ()  # ranks of another node, whose copies are kept here
+        self.start = ""  # the mark of this start of the ranks; see format/start_mark.py
         self._local = local
         self._linger = linger
         self._link: WriterLink | None = control.join_writer(directory, config, local, linger)
@@ -301,7 +303,7 @@ class Saver:
             layout=self._layout,
             model=self._plan.model,
             checksum=self._how.checksum,
-            values={**flat.values, **self._noted(key.step)},
+            values={**flat.values, **self._noted(key.step), **pack_mark(self._node.start)},
         )
         self._copying = (slot, record)
         try:

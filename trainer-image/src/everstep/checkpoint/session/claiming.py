@@ -17,6 +17,7 @@ from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.catalog.leases import find_time
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.format.keys import MANIFESTS, Attempt, Key
+from everstep.checkpoint.format.start_mark import draw_mark
 from everstep.checkpoint.peers.discovery import connect_peers
 from everstep.checkpoint.publish import attempts
 from everstep.checkpoint.ranks.topology import Topology
@@ -87,14 +88,15 @@ def claim_node(
             restored, which what it saves would push out; see claim_attempt.
     """
 
-    def claim_on_first() -> tuple[str, str, str]:
+    def claim_on_first() -> tuple[str, str, str, str]:
         learn()
         restored = None if seen is None else seen.restored
-        return *claim_attempt(store, given, identity, restored), secrets.token_hex(32)
+        mark = "" if given is None else draw_mark()  # an attempt that is claimed is one start's
+        return *claim_attempt(store, given, identity, restored), secrets.token_hex(32), mark
 
     machines, hosts = zip(*group.gather((attempts.identify_machine(), socket.gethostname())), strict=True)
     identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(dict.fromkeys(machines)))
-    token, run, secret = group.run_on_first_rank(claim_on_first)
+    token, run, secret, mark = group.run_on_first_rank(claim_on_first)
     config = WriterConfig(
         url=store.url,
         attempt=token,
@@ -110,6 +112,7 @@ def claim_node(
     # First what may keep a writer from starting, which one rank of its node alone hears: the others would wait for it.
     group.run_on_all_ranks(lambda: control.ensure_writer(directory, linger_seconds) if topology.local == 0 else None)
     node = group.run_on_all_ranks(lambda: WriterConnection(directory, config, topology.local, linger_seconds))
+    node.start = mark
     restored = None if seen is None else seen.restored
     if given is not None or seen is not None:
         try:

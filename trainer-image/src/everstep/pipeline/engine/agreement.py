@@ -48,7 +48,7 @@ class Word:
     wrong: str = ""
 
 
-def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, whole: frozenset[str]) -> Word:
+def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, unsplit_inputs: frozenset[str]) -> Word:
     """Return the message of this rank about its batch, or about the error that stands in its place.
 
     Args:
@@ -56,7 +56,7 @@ def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, whole: f
         step: The number of optimizer steps, the number of batches since the last one, and the purpose.
         batch: The batch, or the `PipelineError` that was raised in its place.
         targets: The targets of the loss; None if there are none.
-        whole: Names of the arguments that go to each micro-batch as they are.
+        unsplit_inputs: Names of the arguments that go to each micro-batch as they are.
     """
     try:
         if isinstance(batch, PipelineError):
@@ -72,7 +72,7 @@ def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, whole: f
                 "a tensor of its batch requires gradients, and a pipeline computes none for its inputs: detach() it, "
                 "or make what learns in front of it a part of the model"
             )
-        counted = {"its batch has": batch_size(inputs, whole), "its targets have": None}
+        counted = {"its batch has": batch_size(inputs, unsplit_inputs), "its targets have": None}
         if reads.targets:
             counted["its targets have"] = batch_size(targets)
         # A rank may read what has no samples: a number, an argument that goes whole to each micro-batch.

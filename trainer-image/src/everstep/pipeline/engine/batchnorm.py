@@ -27,7 +27,7 @@ class RunningStatistics:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._layers = [
+        self._layers: list[Any] = [
             module
             for module in dict.fromkeys(modules)
             if are_statistics_put_together(module) and module.track_running_stats
@@ -77,7 +77,7 @@ class RunningStatistics:
                 mean, square = (part[1:] / count).chunk(2)
                 _update_running_statistics(layer, mean, (square - mean**2) * (count / (count - 1)))
 
-    def _enter(self, layer: nn.Module, _: Any) -> None:
+    def _enter(self, layer: Any, _: Any) -> None:
         if not self._inside or not layer.training:
             return
         own = {name: layer._buffers[name] for name in _BUFFERS}
@@ -86,7 +86,7 @@ class RunningStatistics:
             layer._buffers[name] = torch.zeros_like(buffer)
         layer.momentum = 1.0
 
-    def _leave(self, layer: nn.Module, _: Any, output: Any) -> None:
+    def _leave(self, layer: Any, _: Any, output: Any) -> None:
         if layer not in self._own:
             return
         mean, variance = layer.running_mean.double(), layer.running_var.double()
@@ -100,16 +100,16 @@ class RunningStatistics:
         new = torch.cat([mean.new_tensor([count]), mean * count, variance * (count - 1) + mean**2 * count])
         self._sums[key] = self._sums[key] + new if key in self._sums else new
 
-    def _give_back(self, layer: nn.Module) -> None:
+    def _give_back(self, layer: Any) -> None:
         own, layer.momentum = self._own.pop(layer)
         layer._buffers.update(own)
 
 
-def _do_nothing(layer: nn.Module) -> Any:
+def _do_nothing(layer: Any) -> Any:
     return torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64, device=layer.running_mean.device)
 
 
-def _update_running_statistics(layer: nn.Module, mean: Any, variance: Any) -> None:
+def _update_running_statistics(layer: Any, mean: Any, variance: Any) -> None:
     layer.num_batches_tracked += 1
     factor = layer.momentum if layer.momentum is not None else 1.0 / float(layer.num_batches_tracked)
     layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)

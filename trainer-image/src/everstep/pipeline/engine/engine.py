@@ -189,7 +189,7 @@ class Engine:
         step = self.steps, self._batches, purpose
         mine: Word | Moment = step
         if self.rank in self._readers:
-            mine = inspect_batch(self.reads, step, batch, targets, self.options.whole)
+            mine = inspect_batch(self.reads, step, batch, targets, self.options.unsplit_inputs)
         samples, signature = agree_on_batch(self.transport, mine, self._readers, self._frozen(purpose))
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
@@ -331,10 +331,10 @@ class Engine:
         return {name: value / scaled.count for name, value in zip(names, sums.tolist(), strict=True)}
 
     def _cut(self, batch: Any, targets: Any, samples: int) -> None:
-        count, whole = self.schedule.microbatches, self.options.whole
+        count, unsplit_inputs = self.schedule.microbatches, self.options.unsplit_inputs
         self._sizes = [stop - start for start, stop in compute_bounds(samples, count)]
         inputs = select_arguments(batch, self.reads.inputs) if self.reads.inputs else {}
-        self._inputs = split_batch(inputs, samples, count, whole) if inputs else []
+        self._inputs = split_batch(inputs, samples, count, unsplit_inputs) if inputs else []
         has_targets = self.reads.targets and targets is not None
         self._targets = split_batch(targets, samples, count) if has_targets else []
 

@@ -46,7 +46,7 @@ class UnknownLeaves:
 def _list_leaves(results: Iterable[torch.Tensor]) -> list[Any]:
     """The leaves in the graph of these tensors."""
     found, seen = list[Any](), set[Any]()
-    stack = [each.grad_fn for each in results if each.grad_fn is not None]
+    stack: list[Any] = [each.grad_fn for each in results if each.grad_fn is not None]
     while stack:
         node = stack.pop()
         if node in seen:

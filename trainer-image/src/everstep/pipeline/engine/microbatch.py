@@ -21,17 +21,17 @@ def select_arguments(batch: Any, names: Collection[str]) -> Any:
     return {name: batch[name] for name in sorted(names)}
 
 
-def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
+def batch_size(batch: Any, unsplit_inputs: frozenset[str] = frozenset()) -> int | None:
     """Samples of a batch: the first dimension of its tensors; None if it has none.
 
-    Arguments named in `whole`, tensors without dimensions and other objects go whole to each micro-batch.
+    Arguments named in `unsplit_inputs`, tensors without dimensions and other objects go whole to each micro-batch.
     PipelineError if tensors differ.
     """
     if isinstance(batch, Parts):
         return len(batch)
     sizes: dict[int, str] = {}
     for name, item in _name_tensors(batch):
-        if name not in whole:
+        if name not in unsplit_inputs:
             for tensor in tensors_of(item):
                 if tensor.dim():
                     sizes.setdefault(tensor.shape[0], name)
@@ -39,7 +39,7 @@ def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
         found = ", ".join(f"{name} {size}" for size, name in sizes.items())
         raise PipelineError(
             f"the batch has tensors of different first dimensions ({found}): name those that are not cut in "
-            "EngineOptions.whole"
+            "EngineOptions.unsplit_inputs"
         )
     return next(iter(sizes), None)
 
@@ -59,7 +59,7 @@ def compute_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     return found
 
 
-def split_batch(batch: Any, size: int, microbatches: int, whole: frozenset[str] = frozenset()) -> list[Any]:
+def split_batch(batch: Any, size: int, microbatches: int, unsplit_inputs: frozenset[str] = frozenset()) -> list[Any]:
     """`batch` in at most `microbatches` parts, each with the batch's structure; views, nothing is copied.
 
     PipelineError for `Parts` that are not as many.
@@ -70,15 +70,15 @@ def split_batch(batch: Any, size: int, microbatches: int, whole: frozenset[str] 
                 f"the batch is already cut into {len(batch)} micro-batches, and the plan has {microbatches}"
             )
         return list(batch)
-    return [_slice_batch(batch, size, where, whole) for where in compute_bounds(size, microbatches)]
+    return [_slice_batch(batch, size, where, unsplit_inputs) for where in compute_bounds(size, microbatches)]
 
 
-def _slice_batch(batch: Any, size: int, where: tuple[int, int], whole: frozenset[str]) -> Any:
+def _slice_batch(batch: Any, size: int, where: tuple[int, int], unsplit_inputs: frozenset[str]) -> Any:
     def cut(tensor: Any) -> Any:
         return tensor[where[0] : where[1]] if tensor.dim() and tensor.shape[0] == size else tensor
 
-    if isinstance(batch, dict) and whole:
-        return {name: item if name in whole else map_tensors(item, cut) for name, item in batch.items()}
+    if isinstance(batch, dict) and unsplit_inputs:
+        return {name: item if name in unsplit_inputs else map_tensors(item, cut) for name, item in batch.items()}
     return map_tensors(batch, cut)
 
 

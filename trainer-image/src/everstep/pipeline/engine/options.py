@@ -26,7 +26,7 @@ class EngineOptions:
         offload: The stages whose saved activations wait in the host's memory.
         loss_weight: A function of (output, targets) that says what the mean that a loss gives stands for; None for the
             number of samples.
-        whole: The arguments that go to each micro-batch as they are.
+        unsplit_inputs: The arguments that go to each micro-batch as they are.
         dynamic: The values whose shape depends on more than those of the inputs, and is sent with each.
         ahead: The number of receives that are posted before their turn.
         bucket: The bytes of gradients that are reduced at once.
@@ -48,7 +48,7 @@ class EngineOptions:
     recompute: bool | Collection[int] = False
     offload: frozenset[int] = frozenset()
     loss_weight: Callable[[Any, Any], Any] | None = None
-    whole: frozenset[str] = frozenset()
+    unsplit_inputs: frozenset[str] = frozenset()
     dynamic: frozenset[str] = frozenset()
     ahead: int = 2
     bucket: int = 25 * 2**20
@@ -69,7 +69,7 @@ class EngineOptions:
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
                 raise PipelineError(f"{name} is a time in seconds above 0, not {seconds}")
-        for name in ("whole", "dynamic"):
+        for name in ("unsplit_inputs", "dynamic"):
             if isinstance(given := getattr(self, name), str):
                 raise PipelineError(f"{name} is a set of names, not the text {given!r}: give {{{given!r}}}")
 

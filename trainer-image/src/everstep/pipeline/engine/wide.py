@@ -31,10 +31,11 @@ def narrow_gradients(parameters: Iterable[Any]) -> None:
 
 def dtype_of_gradient(parameter: Any) -> torch.dtype:
     """Return the type in which the gradient of a parameter is added up."""
-    return parameter.grad_dtype or parameter.dtype
+    found: torch.dtype = parameter.grad_dtype or parameter.dtype
+    return found
 
 
-def more_words(parameters: Iterable[Any]) -> float:
+def compute_wide_factor(parameters: Iterable[Any]) -> float:
     """Return the bytes that wide gradients take beyond narrow ones, for each byte of the parameters that learn."""
     sizes = {True: 0, False: 0}
     for parameter in parameters:

@@ -72,13 +72,13 @@ def find_fixed_sizes(record: ForwardRecord) -> FixedSizes:
     return FixedSizes(tuple(numbers), tuple(pairs))
 
 
-def with_other_size(arguments: Mapping[str, Any], number: int, whole: Collection[str] = ()) -> dict[str, Any]:
+def with_other_size(arguments: Mapping[str, Any], number: int, unsplit_inputs: Collection[str] = ()) -> dict[str, Any]:
     """Return arguments without data, in which all sizes that are equal to a number are doubled.
 
     Args:
         arguments: The example's.
         number: The size that is fixed.
-        whole: The arguments without samples; those of all others keep their first dimension.
+        unsplit_inputs: The arguments without samples; those of all others keep their first dimension.
     """
 
     def other(value: Any, first: int) -> Any:
@@ -92,7 +92,7 @@ def with_other_size(arguments: Mapping[str, Any], number: int, whole: Collection
         shape = [size * 2 if dim >= first and size == number else size for dim, size in enumerate(value.shape)]
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
-    return {name: other(value, 0 if name in whole else 1) for name, value in arguments.items()}
+    return {name: other(value, 0 if name in unsplit_inputs else 1) for name, value in arguments.items()}
 
 
 def _get_size(named: Mapping[str, Any], place: SizePlace) -> int | None:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from everstep.pipeline.errors import PipelineError
 
-_T = torch.Tensor
+_T: Any = torch.Tensor  # its types do not tell that properties can be set
 _PROPERTIES = (
     "_backward_hooks",
     "_base",

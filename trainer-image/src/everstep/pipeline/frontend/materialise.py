@@ -141,10 +141,10 @@ class Seeded:
         parts = path.split(".") if path else []
         around = [self.model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
         for each in around:
-            reset = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
+            reset: Any = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
             if reset is not None:
                 yield reset
-        holder = next((each for each in around if _takes_a_module(getattr(each, "_init_weights", None))), None)
+        holder: Any = next((each for each in around if _takes_a_module(getattr(each, "_init_weights", None))), None)
         if holder is not None:
             yield partial(holder._init_weights, module)
 

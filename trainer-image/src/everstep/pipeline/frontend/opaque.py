@@ -76,7 +76,8 @@ def _with_data(module: nn.Module) -> nn.Module:
     except Exception as error:
         raise Failed(f"it cannot be copied ({type(error).__name__}: {error})") from error
     for each in own.modules():
-        for held in (each._parameters, each._buffers):
+        both: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        for held in both:
             for name, tensor in held.items():
                 if tensor is not None and tensor.device.type == "meta":
                     data = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -128,5 +129,10 @@ def _sizes_of(given: list[Any], shapes: list[Any]) -> dict[int, Any]:
         if shape is not None:
             for size, symbolic in zip(leaf.shape, shape, strict=True):
                 if not isinstance(symbolic, int) and isinstance(size, torch.SymInt):
-                    found.setdefault(int(size.node.hint), size)
+                    found.setdefault(_get_hint(size), size)
     return found
+
+
+def _get_hint(size: torch.SymInt) -> int:
+    hint: Any = size.node.hint
+    return int(hint)

@@ -55,10 +55,11 @@ _PLAIN = (
     torch.memory_format,
 )
 _DIFFERENTIATES = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-_REPLACES = {torch.Tensor.data.__set__, torch.Tensor.grad.__set__, torch.Tensor.resize_, torch.Tensor.set_}
+_T: Any = torch.Tensor  # its types do not tell that properties can be set
+_REPLACES = {_T.data.__set__, _T.grad.__set__, _T.resize_, _T.set_}
 # Not seen in the version of a tensor, but what comes after depends on it having been done here.
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
-_MARKS = HOOKS | {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}
+_MARKS = HOOKS | {torch.Tensor.requires_grad_, _T.requires_grad.__set__}
 _BY_STRIDES = {torch.as_strided, torch.Tensor.as_strided}
 _STATISTICS = {nn.functional.batch_norm, torch.batch_norm, nn.functional.instance_norm, torch.instance_norm}
 
@@ -83,7 +84,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         sizes: The symbols that stand for sizes.
         device: The device of the example.
         unseen: The modules that are known to be opaque, by path, with the reason.
-        whole: The arguments without samples.
+        unsplit_inputs: The arguments without samples.
     """
 
     def __init__(
@@ -92,10 +93,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         sizes: Sizes,
         device: torch.device,
         unseen: Mapping[str, str],
-        whole: Collection[str] = (),
+        unsplit_inputs: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.whole = whole
+        self.unsplit_inputs = unsplit_inputs
         self.fake = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
         self.sizes, self.device, self.unseen = sizes, device, unseen
         self.busy = False
@@ -387,11 +388,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if not isinstance(value, torch.Tensor):
             return value
-        first = [self.sizes.batch_size] if value.dim() and name not in self.whole else []
+        first = [self.sizes.batch_size] if value.dim() and name not in self.unsplit_inputs else []
         sizes = [self.sizes.symbol(size) for size in value.shape[len(first) :]]
         for dim, size in enumerate(sizes, len(first)):
             self.record.symbols[size.node.expr] = name, path, dim
-        made = torch.empty(first + sizes, dtype=value.dtype, device=self.device)
+        made: Any = torch.empty(first + sizes, dtype=value.dtype, device=self.device)
         self._refs[id(made)] = Argument(name, path)
         self._keep.append(made)
         self.record.lasting.add(_get_storage_key(made))

@@ -168,7 +168,8 @@ def weight_holder(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 def replace_tensor(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
     """Put `new` wherever in `module` the tensor `old` is."""
     for each in module.modules():
-        for held in (each._parameters, each._buffers):
+        both: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        for held in both:
             for name, tensor in held.items():
                 if tensor is old:
                     held[name] = new

@@ -65,15 +65,15 @@ class Traced:
 
 
 def trace_model(
-    model: nn.Module, example: Any, whole: Collection[str] = (), *, autocast: torch.dtype | None = None
+    model: nn.Module, example: Any, unsplit_inputs: Collection[str] = (), *, autocast: torch.dtype | None = None
 ) -> Traced:
     """Trace a model by running it without data. Nothing of the model changes, and it may be on the meta device.
 
     Args:
         model: The model to trace.
         example: A batch: a tensor, a tuple of positional arguments, or a dictionary of arguments by name. Its tensors
-            have the samples as their first dimension, but for the arguments in `whole`. Sizes may differ later.
-        whole: The arguments without samples.
+            have the samples as their first dimension, but for those of `unsplit_inputs`. Sizes may differ later.
+        unsplit_inputs: The arguments without samples.
         autocast: The type to which steps cast, since what the code reads of types is a part of the trace.
 
     Raises:
@@ -83,12 +83,12 @@ def trace_model(
     signature = Arguments(model)
     arguments, call = signature.name(example), partial(signature.call, model)
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    cut = {name: value for name, value in arguments.items() if name not in whole}
+    cut = {name: value for name, value in arguments.items() if name not in unsplit_inputs}
     samples = {len(leaf) for leaf in pytree.tree_leaves(cut) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(samples) != 1:
         raise Untraceable(
             "the example's tensors must have the samples as their first dimension, but those are of "
-            f"sizes {sorted(samples)}: name arguments that have no samples in EngineOptions.whole"
+            f"sizes {sorted(samples)}: name arguments that have no samples in EngineOptions.unsplit_inputs"
             if samples
             else "the example has no tensor with samples"
         )
@@ -104,7 +104,7 @@ def trace_model(
                 module.training = mode
         try:
             with casting_to(autocast, device.type):
-                return _record_call(model, arguments, call, device, known, whole)
+                return _record_call(model, arguments, call, device, known, unsplit_inputs)
         finally:
             for module, flag in flags.items():
                 module.training = flag
@@ -133,7 +133,7 @@ def trace_model(
     for number in sorted({each for _, each in sizes.numbers}):
         # Where only modules that run as they are take a size for a number, any other is right too.
         with contextlib.suppress(Untraceable):
-            other_sizes = with_other_size(arguments, number, whole)
+            other_sizes = with_other_size(arguments, number, unsplit_inputs)
             if modes.do_the_same(record_as(record.root.training), record_as(record.root.training, other_sizes)):
                 sizes = sizes.without(number)
     opened = _list_opened_modules(record.root, found)
@@ -166,16 +166,16 @@ def _record_call(
     call: Any,
     device: torch.device,
     known: set[int],
-    whole: Collection[str],
+    unsplit_inputs: Collection[str],
 ) -> ForwardRecord:
     unseen: dict[str, str] = {}
     while True:
-        recorder = Recorder(model, Sizes(known), device, unseen, whole)
+        recorder = Recorder(model, Sizes(known), device, unseen, unsplit_inputs)
         try:
             with attributes_kept(model), _python_draws_nothing(), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
-                again = Recorder(model, Sizes(known), device, unseen, whole)
+                again = Recorder(model, Sizes(known), device, unseen, unsplit_inputs)
                 _refuse_changes(model, recorder, partial(again.run, model, arguments, call))
             return record
         except BatchFixed as fixed:

@@ -62,13 +62,13 @@ def _is_connected(problem: PartitionProblem) -> bool:
 def bound_memory(problem: PartitionProblem) -> float:
     """Return the bytes that the fullest rank has at least: work is divided freely, but a block is whole."""
     blocks, kept = problem.blocks.blocks, min(problem.in_flight)
-    words = 1 + problem.words
+    optimizer_factor = 1 + problem.optimizer_factor
     shared = problem.blocks.shared
     each = [
-        (block.parameters + sum(shared[number] for number in block.shared)) * words + block.activation * kept
+        (block.parameters + sum(shared[number] for number in block.shared)) * optimizer_factor + block.activation * kept
         for block in blocks
     ]
     used = {number for block in blocks for number in block.shared}
-    total = sum(block.parameters * words + block.activation * kept for block in blocks)
-    total += sum(shared[number] for number in used) * words
+    total = sum(block.parameters * optimizer_factor + block.activation * kept for block in blocks)
+    total += sum(shared[number] for number in used) * optimizer_factor
     return max(max(each), total / problem.ranks)

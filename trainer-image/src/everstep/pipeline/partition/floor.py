@@ -67,7 +67,7 @@ class StageBound:
     def bytes(self, stage: int, at: Indices) -> Floats:
         """Return the bytes of the stage's parameters and what comes with them, and of the micro-batches in flight."""
         problem = self._problem
-        found: Floats = self._parameters[at] * (1 + problem.words)
+        found: Floats = self._parameters[at] * (1 + problem.optimizer_factor)
         return found + self._activation[at] * problem.in_flight[stage]
 
     def plain(self, stage: int, at: Indices) -> Floats:

@@ -65,7 +65,7 @@ def _bound_freely(problem: PartitionProblem) -> float:
     work = [block.work for block in blocks]
     speeds = dict(zip(problem.placement, problem.speed, strict=True)).values()
     seconds = problem.microbatches * max(sum(work) / sum(speeds), max(work) / max(speeds))
-    parameters = sum(block.parameters for block in blocks) * (1 + problem.words)
+    parameters = sum(block.parameters for block in blocks) * (1 + problem.optimizer_factor)
     return problem.objective(seconds, parameters / problem.ranks)
 
 

@@ -17,7 +17,7 @@ from math import inf
 from everstep.pipeline.graph import Link, Links
 from everstep.pipeline.partition.blocks import Blocks, BlockValue
 
-OPTIMIZER_WORDS = 3.0  # the gradient, and Adam's two moments
+OPTIMIZER_FACTOR = 3.0  # the gradient, and Adam's two moments
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ NOWHERE = Hop(None, None)
 @dataclass(frozen=True)
 class PartitionProblem:
     """`placement`: the rank of each stage; `speed`, `memory` (None: no limit) and `in_flight` of each stage; `hops`
-    between neighbouring stages, one fewer, `links` those between all ranks. `words`: bytes beside each byte of
-    parameters. `split`: the stages that split their backward.
+    between neighbouring stages, one fewer, `links` those between all ranks. `optimizer_factor`: bytes beside each byte
+    of parameters. `split`: the stages that split their backward.
 
     The objective is seconds if `memory_weight` is 0, else `(1 - w) · seconds / time_scale + w · peak / memory_scale`,
     with scales of a perfect split.
@@ -56,7 +56,7 @@ class PartitionProblem:
     hops: tuple[Hop, ...]
     in_flight: tuple[int, ...]
     microbatches: int
-    words: float = OPTIMIZER_WORDS
+    optimizer_factor: float = OPTIMIZER_FACTOR
     memory_weight: float = 0.0
     links: Links | None = None
     split: tuple[bool, ...] = ()
@@ -87,7 +87,7 @@ class PartitionProblem:
         parameters = sum(block.parameters for block in self.blocks.blocks) + sum(self.blocks.shared)
         activation = sum(block.activation for block in self.blocks.blocks)
         each = sum(self.in_flight) / self.stages
-        return (parameters * (1 + self.words) + activation * each) / self.ranks or 1.0
+        return (parameters * (1 + self.optimizer_factor) + activation * each) / self.ranks or 1.0
 
     @cached_property
     def rates(self) -> tuple[float, float]:
@@ -105,12 +105,12 @@ class PartitionProblem:
 
         at, arrays, count = np.array(stages), self._arrays, self.stages
         times = np.bincount(at, arrays.work, count) / arrays.speed
-        bytes_ = np.bincount(at, arrays.parameters, count) * (1 + self.words)
+        bytes_ = np.bincount(at, arrays.parameters, count) * (1 + self.optimizer_factor)
         bytes_ += np.bincount(at, arrays.activation, count) * arrays.in_flight
         used = np.unique(at[arrays.user] * len(arrays.shared) + arrays.used)
         if len(used):
             bytes_ += np.bincount(used // len(arrays.shared), arrays.shared[used % len(arrays.shared)], count) * (
-                1 + self.words
+                1 + self.optimizer_factor
             )
         source, target = at[arrays.producer], at[arrays.consumer]
         cut = np.unique((target * len(self.blocks.values) + arrays.value)[source != target])

@@ -76,7 +76,7 @@ class Referee:
         result = simulate_schedule(self._schedule, graph, self._devices, self._links)
         held = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]
         for stage, rank in enumerate(self._schedule.placement):
-            held[rank] += round(graph.stages[stage].parameters * (1 + self.problem.words))
+            held[rank] += round(graph.stages[stage].parameters * (1 + self.problem.optimizer_factor))
         return result, held
 
 

@@ -157,7 +157,7 @@ class Search:
             blocks = space.blocks.blocks
             parameters = space.kept(("parameters",), lambda: space.between(lambda each: blocks[each].parameters))
             activation = space.kept(("activation",), lambda: space.between(lambda each: blocks[each].activation))
-            return (parameters + space.shared) * (1 + problem.words) + activation * kept
+            return (parameters + space.shared) * (1 + problem.optimizer_factor) + activation * kept
 
         return space.kept(("bytes", kept), make)
 

@@ -14,7 +14,7 @@ from everstep.pipeline.partition.blocks import Blocks, assign_nodes, contract_gr
 from everstep.pipeline.partition.limit import LowerBound
 from everstep.pipeline.partition.narrow import bound_stage_work, by_work, cuts_of, find_near_downsets
 from everstep.pipeline.partition.orders import list_orders
-from everstep.pipeline.partition.problem import NOWHERE, OPTIMIZER_WORDS, Hop, PartitionProblem
+from everstep.pipeline.partition.problem import NOWHERE, OPTIMIZER_FACTOR, Hop, PartitionProblem
 from everstep.pipeline.partition.refine import FEW, Referee, climb_splits
 from everstep.pipeline.schedules import ActionKind, Schedule, in_flight, make_schedule
 
@@ -51,7 +51,7 @@ def partition_graph(
     memory_weight: float = 0.0,
     schedule: str | Schedule = "1f1b",
     split: Collection[int] | None = None,
-    words: float = OPTIMIZER_WORDS,
+    optimizer_factor: float = OPTIMIZER_FACTOR,
     best: int = 8,
 ) -> list[SplitCandidate]:
     """Return the best splits of a graph into stages, best first by the simulated objective.
@@ -65,7 +65,7 @@ def partition_graph(
         memory_weight: The weight of memory in the objective, from 0 (time alone) to 1 (memory alone).
         schedule: A name, or a schedule of that many stages.
         split: The stages that may split their backward; None for all.
-        words: The bytes of gradients and optimizer for each byte of parameters.
+        optimizer_factor: The bytes of gradients and optimizer for each byte of parameters.
         best: The most splits to return.
 
     Raises:
@@ -76,7 +76,9 @@ def partition_graph(
         if isinstance(schedule, str)
         else schedule
     )
-    problem = problem_of(contract_graph(graph), order, devices, links, words=words, memory_weight=memory_weight)
+    problem = problem_of(
+        contract_graph(graph), order, devices, links, optimizer_factor=optimizer_factor, memory_weight=memory_weight
+    )
     found, _ = search_splits(problem)
     referee = Referee(graph, problem, order, devices, links)
     least = LowerBound(problem, min((referee.see(each).objective for each in found[:1]), default=inf), DOWNSETS)
@@ -109,7 +111,7 @@ def problem_of(
     devices: Sequence[Device],
     links: Links | None,
     *,
-    words: float = OPTIMIZER_WORDS,
+    optimizer_factor: float = OPTIMIZER_FACTOR,
     memory_weight: float = 0.0,
 ) -> PartitionProblem:
     """PipelineError if the devices are not those of the schedule, or the blocks are fewer than its stages."""
@@ -134,7 +136,7 @@ def problem_of(
         ),
         in_flight=in_flight(schedule),
         microbatches=schedule.microbatches,
-        words=words,
+        optimizer_factor=optimizer_factor,
         memory_weight=memory_weight,
         links=links,
         split=tuple(

@@ -16,10 +16,6 @@ class TransportError(RuntimeError):
     """The ranks do not meet: what one sends is not what the other expects, or one of them is gone."""
 
 
-class Deadlock(TransportError):
-    """Every rank waits for another; the message says for what."""
-
-
 class Tag(NamedTuple):
     """The identity of a message, on which both sides must agree. `part` counts the tensors of a nested value."""
 

@@ -39,7 +39,7 @@ class Control(RankGroup):
         self.groups: list[Any] = []  # of this process, with those of others that stand on this one
         with Sockets.watch() as self._sockets:
             with self.naming_errors():
-                group = dist.new_group(backend="gloo", timeout=self.timeout)
+                group: Any = dist.new_group(backend="gloo", timeout=self.timeout)
             super().__init__(group)
             try:
                 # Connections are made by the first use of a group; they are then known here.

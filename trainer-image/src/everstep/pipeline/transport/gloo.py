@@ -202,7 +202,7 @@ class ProcessGroups:
             return self._groups.get(key)
         self._made.add(key)
         self._meet.barrier()
-        group = dist.new_group(list(key[1]), backend=key[0], timeout=self._meet.timeout)
+        group: Any = dist.new_group(list(key[1]), backend=key[0], timeout=self._meet.timeout)
         if dist.get_rank() not in key[1]:
             return None
         self._groups[key] = group
@@ -244,7 +244,8 @@ class _GlooReceive:
     def wait(self) -> torch.Tensor:
         with self.transport._explained():
             self.work.wait()
-        return self.place.to(self.transport.device)
+        received: torch.Tensor = self.place.to(self.transport.device)
+        return received
 
 
 @dataclass
