@@ -25,7 +25,7 @@ class Asks(nn.Module):  # type: ignore[misc]  # torch is not where types are che
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.weight = way, nn.Parameter(torch.ones(4))
-        self.inner = None if way == "leaf" else nn.Linear(4, 4)
+        self.inner: Any = None if way == "leaf" else nn.Linear(4, 4)
 
     def forward(self, x: Any) -> Any:
         x = x * self.weight
