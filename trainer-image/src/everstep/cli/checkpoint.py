@@ -12,7 +12,7 @@ app = typer.Typer(
 
     s3:// takes ?endpoint=URL, ?region= and ?profile=; credentials come from where boto3 looks for them.
 
-    Exit codes: 0 done, or yes; 1 it could not be done; 2 wrong usage; 3 no: damaged, different, or not there.
+    Exit codes: 0 success; 1 error; 2 wrong usage; 3 the checkpoint is damaged, different or missing.
     """,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -81,8 +81,8 @@ def verify(
 ) -> None:
     """Read every byte and check every checksum. Exits with 3 if a requested checkpoint is not good.
 
-    A step (500) is that of every attempt. A later version's checkpoint is none that can be called good here. Each is
-    held while it is read; what a run removes meanwhile is told, and counts for nothing.
+    With a step (500), the command reads it of every attempt. A checkpoint of a later version of everstep is not good
+    here. A run does not remove a checkpoint while it is read; one that it removed just before is named and not counted.
     """
     from everstep.checkpoint.catalog import candidates
     from everstep.checkpoint.catalog.leases import hold_read_lease
@@ -167,7 +167,7 @@ def diff(
 ) -> None:
     """Compare the contents of two checkpoints.
 
-    However they are sharded: by names, types, shapes, elements and plain values. Ends with 3 if they differ.
+    Compares names, types, shapes, elements and plain values, however they are sharded. Exits with 3 if they differ.
     """
     from everstep.checkpoint.catalog.difference import iterate_differences
     from everstep.cli.errors import CliError
@@ -210,9 +210,9 @@ def prune(
 ) -> None:
     """Remove old checkpoints and the files of unfinished saves.
 
-    Only good ones count towards those that stay: all bytes of them are read first, whoever verified them before. What
-    somebody is reading stays too, and so does all that is newer than the last one that stays. A store does not know
-    what its run keeps by keep_best=: give --keep-best for that.
+    Only good checkpoints count towards those that stay: the command first reads all bytes of them, even if they were
+    verified before. Checkpoints that are being read stay too, and so do those that are newer than the last one that
+    stays. A store does not record what its run keeps by keep_best=: give --keep-best for that.
     """
 
     from everstep.checkpoint.catalog.best import KeepBest
@@ -268,10 +268,11 @@ def copy(
     every: Annotated[bool, typer.Option("--all", help="All checkpoints, oldest first.")] = False,
     threads: ThreadsOption = 4,
 ) -> None:
-    """Copy a checkpoint into another store. Every byte is verified on its way; a copy that dies is no checkpoint.
+    """Copy a checkpoint into another store. Every byte is verified; an interrupted copy is no checkpoint.
 
-    By default the newest that is good. What is there already is verified, and written again where it is not good. With
-    --all each that can be copied is; ends with 3 if one had to be left out. What a run removes meanwhile is none.
+    By default the command copies the newest checkpoint that is good. A copy that exists is verified, and damaged parts
+    are written again. With --all it copies each good checkpoint, and exits with 3 if it left one out. Checkpoints that
+    a run removes meanwhile do not count.
     """
     from everstep.checkpoint.catalog import candidates
     from everstep.checkpoint.catalog.leases import hold_read_lease

@@ -57,7 +57,7 @@ def export(
     """Export a checkpoint for another library.
 
     As a file of safetensors, as a folder that Hugging Face's from_pretrained() reads, or as one that
-    torch.distributed.checkpoint loads. Verified as it is read; there whole or not at all.
+    torch.distributed.checkpoint loads. The checkpoint is verified, and the export is complete or absent.
     """
     from everstep.checkpoint.exchange import exporting
     from everstep.cli.errors import CliError

@@ -43,8 +43,8 @@ def publish(
 ) -> None:
     """Make a checkpoint of a folder.
 
-    Never of half of it: what changes while it is read is not committed. For programs that save in their own way: start
-    it beside the program with --watch; what is complete when it is told to stop is still published.
+    A folder that changes while it is read is not committed. For a program that writes its own files, start the command
+    beside it with --watch: on SIGTERM or Ctrl-C it still publishes what is complete, and then exits.
     """
     import signal
     import threading
@@ -128,7 +128,7 @@ def restore(
 ) -> None:
     """Restore a published folder.
 
-    The newest that is good, verified, whole or not at all.
+    Restores the newest one that is good, after verification, completely or not at all.
     """
     import time
     from contextlib import ExitStack

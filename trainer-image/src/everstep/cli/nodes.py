@@ -12,12 +12,12 @@ DEFAULT_NAMESPACE = "everstep-system"
 def nodes(
     clear: Annotated[
         list[str] | None,
-        typer.Option("--clear", metavar="NODE", help="Remove what is on record of this node. Repeatable."),
+        typer.Option("--clear", metavar="NODE", help="Remove the failures on record of this node. Repeatable."),
     ] = None,
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the operator.")] = DEFAULT_NAMESPACE,
     context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
 ) -> None:
-    """List nodes on which jobs have failed, and remove what is on record of them.
+    """List nodes on which jobs have failed, and clear their records.
 
     New pods avoid a node after two failures of their namespace or of two namespaces, or one of a GPU, for a day (the
     chart's nodeFailureWindowSeconds): at most a quarter of all nodes, and one in any case.

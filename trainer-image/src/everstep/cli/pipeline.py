@@ -11,9 +11,9 @@ app = typer.Typer(
     name="pipeline",
     help="""Plan pipelines: which rank runs which part of a model, and in which order.
 
-    A profile is what `everstep.pipeline` measures of a model; a graph without devices and links will do.
+    `everstep.pipeline` measures a profile of a model. A graph without devices and links is sufficient.
 
-    Exit codes: 0 done; 1 it could not be done; 2 wrong usage.
+    Exit codes: 0 success; 1 error; 2 wrong usage.
     """,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -63,8 +63,8 @@ def plan(
 ) -> None:
     """Choose the schedule, the micro-batches and the split of a model, and write the plan.
 
-    It fits the devices' memory, and the fastest step that was found is taken; how far it may be from the best split is
-    told. Nothing is written if nothing fits.
+    The plan fits the devices' memory and has the fastest step that was found. The command prints how far it may be from
+    the best split. It writes nothing if no plan fits.
     """
     from everstep.cli.errors import CliError
     from everstep.cli.pipeline_view import make_stage_table, summarize_plan

@@ -32,9 +32,9 @@ def run(
 ) -> None:
     """Run a TrainingJob on this machine, with processes as nodes.
 
-    Ends with the job's own exit code. Ctrl-C stops the ranks with their grace period; a second one kills them. No
-    container is involved: the command runs with what this machine has. A path of the image that does not exist here is
-    looked for under --map, then by its name beside the manifest.
+    Exits with the job's exit code. Ctrl-C stops the ranks with their grace period; a second Ctrl-C kills them. The
+    command runs without a container, with the programs and packages of this machine. A path of the image that does not
+    exist here is searched under --map, then by its name beside the manifest.
     """
     from everstep.cli.laptop import LocalRun
     from everstep.cli.manifests import load_job

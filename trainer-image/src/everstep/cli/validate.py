@@ -13,7 +13,7 @@ def validate(
 ) -> None:
     """Check manifests of TrainingJobs and TrainingPools.
 
-    All mistakes are told, with file, line, field and what to do. Objects of other kinds are left unchecked.
+    Reports all errors, with file, line, field and what to do. Objects of other kinds are not checked.
     """
     from everstep.cli.manifests import check_manifest
     from everstep.cli.terminal import make_stderr, make_stdout
