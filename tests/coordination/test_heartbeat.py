@@ -71,7 +71,7 @@ def test_who_leaves_is_named_if_others_begin_another_step() -> None:
         hearts[1].stop()
         assert hearts[0].lost(TIMEOUT) is None
         hearts[2].follow(lambda: 0, lambda: 6)
-        assert "rank 1 has left after 5 steps" in str(hearts[0].lost(SOON))
+        assert "rank 1 has left after 5 calls" in str(hearts[0].lost(SOON))
 
 
 def test_a_rank_that_has_left_still_watches_the_one_before_it() -> None:

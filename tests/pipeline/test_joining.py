@@ -19,6 +19,7 @@ from torch import nn  # noqa: E402
 
 from everstep.coordination.errors import RankLost  # noqa: E402
 from everstep.pipeline import building, joining, pipeline, prepare  # noqa: E402
+from everstep.pipeline.engine.zero import ShardedOptimizer  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.schedules import parse_schedule  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -193,7 +194,32 @@ def _has_less(rank: int) -> str:
 def test_a_process_whose_data_end_early_is_named_by_those_that_go_on() -> None:
     first, second = ranks.run(2, _has_less)
     assert first == ""
-    assert second.startswith("rank 0 has left after 2 steps and evaluations, and others have begun another")
+    assert second.startswith("rank 0 has left after 2 calls that all ranks make together")
+    assert "and others have begun another" in second
+
+
+def _leaves_before(rank: int, way: str) -> str:
+    """One process ends in order after a step; the other goes on with what all do after one."""
+    try:
+        with made(data_parallel=2 if way == "sharded" else 1) as run:
+            sharded = ShardedOptimizer(run.engine, lambda named: torch.optim.SGD(named.values(), lr=0.1))
+            run.step(X, Y)
+            if rank == 1 and way == "sharded":
+                sharded.step()
+            elif rank == 1:
+                run.clip_grad_norm_(1.0)
+    except RankLost as lost:
+        return str(lost)
+    finally:
+        dist.barrier()
+    return ""
+
+
+@pytest.mark.parametrize("way", ["clip", "sharded"])
+def test_a_process_that_leaves_before_others_clip_or_step_a_sharded_optimizer_is_named(way: str) -> None:
+    first, second = ranks.run(2, _leaves_before, way)
+    assert first == ""
+    assert second.startswith("rank 0 has left after 1 calls that all ranks make together")
 
 
 def _replicas(rank: int) -> tuple[list[str], float]:

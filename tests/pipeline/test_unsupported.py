@@ -142,6 +142,17 @@ def test_a_lazy_module_is_refused_with_what_to_do() -> None:
         refuse_unsupported(nn.Sequential(nn.LazyLinear(4)))
 
 
+def _give_lazy_model(rank: int) -> str:
+    with pytest.raises(PipelineError) as error:
+        pipeline(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), X, lambda output, targets: output.sum())
+    return str(error.value)
+
+
+def test_a_pipeline_of_a_lazy_module_is_refused_before_anything_asks_for_its_shapes() -> None:
+    for message in ranks.run(2, _give_lazy_model):
+        assert "parameter '1.weight' has no shape yet" in message
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_script_module_within_a_model_is_refused_with_its_name() -> None:
     for make in (torch.jit.script, lambda module: torch.jit.trace(module, X)):

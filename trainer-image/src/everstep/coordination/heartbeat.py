@@ -43,9 +43,9 @@ class _Peer:
 
 
 class Heartbeat:
-    """`progress()` is a number that grows while this rank works, for the report on it; `passes()` how many steps and
-    evaluations it has begun. `on_lost(error)` is called once, in the thread of the heartbeat. Give `address` to all
-    ranks, then `start` with those of all and the key."""
+    """`progress()` is a number that grows while this rank works, for the report on it; `passes()` how many steps,
+    evaluations and other calls that all ranks make together it has begun. `on_lost(error)` is called once, in the
+    thread of the heartbeat. Give `address` to all ranks, then `start` with those of all and the key."""
 
     def __init__(
         self,
@@ -184,8 +184,8 @@ class Heartbeat:
         elif self._left is not None and self._passes() > self._left:
             self._name(
                 self._predecessor,
-                f"has left after {self._left} steps and evaluations, and others have begun another: all ranks must do "
-                "as many",
+                f"has left after {self._left} calls that all ranks make together (step, evaluate, clip_grad_norm_, a "
+                "sharded optimizer's step), and others have begun another: all ranks must do as many",
             )
 
     def _beat(self) -> None:

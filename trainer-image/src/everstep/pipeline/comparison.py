@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.check import as_before, compare_gradients, find_mixing_nodes
-from everstep.pipeline.frontend.modes import DIFFERS
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced, attributes_kept
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.left_behind import WatchedLoss
 from everstep.pipeline.loss_state import call_twice, refuse_state
+from everstep.pipeline.quiet_modes import evaluation_mode, quiet_training, trains_otherwise
 
 _log = logging.getLogger("everstep.pipeline")
 
@@ -111,9 +112,13 @@ def check_samples(
     loss: Loss | None,
     weight: Loss | None,
     unsplit_inputs: frozenset[str],
+    microbatch: int = 0,
 ) -> list[str]:
     """Compare the loss of some samples with that of their halves, by the model as it evaluates; and as it trains, but
     for dropout and batch normalisation, where it does something else then.
+
+    So are two micro-batches with each of them, without gradients: what has room for so many samples, as an expert with
+    a capacity, leaves none out where they are few.
 
     Args:
         model: With its weights; nothing is compared where it has none here.
@@ -123,6 +128,7 @@ def check_samples(
         loss: As given to pipeline(); None to look at what the model makes of each sample, where targets are not known.
         weight: The same.
         unsplit_inputs: Arguments without samples.
+        microbatch: The samples of a micro-batch.
 
     Returns:
         The names of the parameters that learn and of which the loss has no gradient, as far as that is known.
@@ -135,38 +141,52 @@ def check_samples(
     if any(each.device.type == "meta" for each in tensors) or not samples or samples < 2:
         return []
     device, count = tensors[0].device, min(samples, _SAMPLES)
-    some = {
-        name: each if name in unsplit_inputs else _take_samples(each, samples, count)
-        for name, each in {**inputs, _TARGETS: targets}.items()
-    }
 
+    def take(number: int) -> dict[str, Any]:
+        given = {**inputs, _TARGETS: targets}.items()
+        return {name: each if name in unsplit_inputs else _take_samples(each, samples, number) for name, each in given}
+
+    many = min(samples, 2 * microbatch)
     learning = [each for each in model.parameters() if each.requires_grad]
     names = [name for name, each in model.named_parameters() if each.requires_grad]
-    idle = set(names)
+    idle, of_learning = set(names), list[bool]()
 
     def run(given: Mapping[str, Any], number: int, *, is_differentiated: bool = True) -> Ran:
         here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
         own = here.pop(_TARGETS)
         output = Arguments(model).call(model, here)
-        part = _measure_rows(output, number) if loss is None else compute_loss(loss, output, own, number, weight)
+        if torch.is_grad_enabled():
+            of_learning[:] = [each.requires_grad for each in tensors_of(output)]
+        part = (
+            _measure_rows(output, number, of_learning)
+            if loss is None
+            else compute_loss(loss, output, own, number, weight)
+        )
         slope = _differentiate(part, learning if is_differentiated else [])
         idle.difference_update(name for name, each in zip(names, slope, strict=False) if each is not None)
         return map_tensors(output, torch.Tensor.detach), part, slope
 
-    apart: _Difference | None = None
-    try:
-        for mode in (_evaluation_mode, _quiet_training) if _trains_otherwise(found) else (_evaluation_mode,):
-            with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
-                apart = apart or _find_difference(run, some, count, unsplit_inputs, _add)
-    except PipelineError:
-        raise
-    except Exception as error:
-        _log.info("whether the loss takes samples together was not checked: %s: %s", type(error).__name__, error)
-        return []
+    def find(number: int, compare: Callable[..., _Difference | None]) -> _Difference | None:
+        try:
+            for mode in (evaluation_mode, quiet_training) if trains_otherwise(found) else (evaluation_mode,):
+                with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
+                    if (apart := compare(run, take(number), number, unsplit_inputs)) is not None:
+                        return apart
+        except PipelineError:
+            raise
+        except Exception as error:
+            _log.info("whether %s samples meet was not checked: %s: %s", number, type(error).__name__, error)
+            idle.clear()
+        return None
+
+    apart = find(count, partial(_find_difference, combine=_add))
+    if apart is None and many > count:
+        apart = find(many, _find_difference_of_many)
     if apart is None:
         return sorted(idle) if len(idle) < len(names) else []
     where = "they meet in the model" if loss is None else _IN_LOSS
     if not apart.alike:
+        some = take(apart.samples)
         del some[_TARGETS]
         meeting: list[str] = []
         # Only for the names: a value whose samples are another dimension cannot be cut.
@@ -176,12 +196,12 @@ def check_samples(
     raise apart.error(where, has_loss=loss is not None)
 
 
-def _measure_rows(output: Any, samples: int) -> LossPart:
+def _measure_rows(output: Any, samples: int, of_learning: Sequence[bool]) -> LossPart:
     """A number to which each sample contributes, whatever the others are: of what learns, squares, which do not cancel
     each other out."""
     total: Any = torch.zeros((), device="cpu")
-    for each in tensors_of(output):
-        if each.requires_grad and each.dim() and len(each) == samples and not each.is_complex():
+    for each, learns in zip(tensors_of(output), of_learning, strict=False):
+        if learns and each.dim() and len(each) == samples and not each.is_complex():
             rows = each.reshape(samples, -1).float() if each.dtype.itemsize < 4 else each.reshape(samples, -1)
             weights = 1.5 + torch.cos(torch.arange(rows.shape[1], device=rows.device))
             total = total.to(rows) + (rows.square() * weights).where(rows.detach().isfinite(), 0.0).sum()
@@ -231,7 +251,7 @@ class FirstLook:
         devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
         try:
             with torch.random.fork_rng(sorted(devices)):
-                apart = _find_difference(run, some, count, frozenset(), _join)
+                apart = _find_difference(run, some, count, frozenset(), combine=_join)
         except PipelineError:
             raise
         except Exception as error:
@@ -244,13 +264,13 @@ class FirstLook:
 @dataclass(frozen=True)
 class _Difference:
     """The losses of some samples, `at_once` and in `parts`. `gradients`: how far those are apart, relative to their
-    norm; `alike`: the model makes the same of each sample."""
+    norm, where they are known; `alike`: the model makes the same of each sample."""
 
     samples: int
     parts: int
     at_once: float
     together: float
-    gradients: float
+    gradients: float | None
     alike: bool
 
     def error(self, where: str, *, has_loss: bool = True) -> PipelineError:
@@ -263,9 +283,10 @@ class _Difference:
             else "Take microbatches=1 and one replica, or give pipeline() the example's targets if the loss leaves out "
             "what samples have to do with each other"
         )
+        gradients = "" if self.gradients is None else f", and gradients differ by {self.gradients:.1%}"
         return PipelineError(
-            f"{what} of {self.samples} samples is {self.at_once:.4g} at once and {self.together:.4g} in {self.parts} "
-            f"parts, and gradients differ by {self.gradients:.1%}, so micro-batches and replicas would train something "
+            f"{what} of {self.samples} samples is {self.at_once:.6g} at once and {self.together:.6g} in {self.parts} "
+            f"parts{gradients}, so micro-batches and replicas would train something "
             f"else than the batch: {where}. {advice}; PlanOptions(check=False) trains it as it is"
         )
 
@@ -275,6 +296,7 @@ def _find_difference(
     some: Mapping[str, Any],
     count: int,
     unsplit_inputs: frozenset[str],
+    *,
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> _Difference | None:
     """Find how the loss and the gradients of halves, or of single samples, differ from those of all samples at once.
@@ -301,6 +323,35 @@ def _find_difference(
         least = _OF_NUMBERS if has_numbers and alike else 0.0
         if difference > max(least, _OF_SAMPLES, rounding) or slopes > max(least, allowed):
             return _Difference(count, parts, one, other, slopes, alike and not has_numbers)
+    return None
+
+
+def _find_difference_of_many(
+    run: Callable[..., Ran], some: Mapping[str, Any], count: int, unsplit_inputs: frozenset[str]
+) -> _Difference | None:
+    """Find how the loss of two micro-batches differs at once; None if random numbers are drawn."""
+    halves = [
+        (part, stop - start)
+        for part, (start, stop) in zip(
+            split_batch(dict(some), count, 2, unsplit_inputs), compute_bounds(count, 2), strict=True
+        )
+    ]
+    with torch.no_grad():
+        made = []
+        for seed, (part, number) in enumerate((halves[0], *halves)):
+            torch.manual_seed(seed)
+            made.append(run(part, number, is_differentiated=False))
+        if float(made.pop(0)[1].sum) != float(made[0][1].sum):
+            return None
+        output, at_once, _ = run(some, count, is_differentiated=False)
+    rounding = 8 * torch.finfo(at_once.sum.dtype).eps if at_once.sum.is_floating_point() else 0.0
+    one, other, difference = _compute_mean_losses(at_once, [part for _, part, _ in made])
+    outputs = [each for each, _, _ in made]
+    has_numbers, alike = _compare_rows(output, outputs, count)
+    meet = _differ_in_rows(output, outputs, count)
+    least = _OF_NUMBERS if has_numbers and alike else _OF_SAMPLES
+    if difference > (rounding if meet else max(least, rounding)):
+        return _Difference(count, 2, one, other, None, alike=alike and not has_numbers and not meet)
     return None
 
 
@@ -369,6 +420,15 @@ def _compare_rows(output: Any, halves: Sequence[Any], count: int) -> tuple[bool,
     return has_numbers, alike
 
 
+def _differ_in_rows(output: Any, halves: Sequence[Any], count: int) -> bool:
+    """Tell whether a model makes another thing of a sample where there are more."""
+    for one, *parts in zip(tensors_of(output), *map(tensors_of, halves), strict=False):
+        is_of_samples = one.dim() and len(one) == count and all(part.shape[1:] == one.shape[1:] for part in parts)
+        if is_of_samples and sum(map(len, parts)) == count and not _are_equal(one, torch.cat(parts)):
+            return True
+    return False
+
+
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors differ by rounding only, relative to the largest number."""
     if not (one.is_floating_point() or one.is_complex()):
@@ -388,37 +448,3 @@ def _compute_mean_losses(at_once: LossPart, made: Sequence[LossPart]) -> tuple[f
         return 0.0, 0.0, 0.0
     one, two = parts[0][0] / parts[0][1], total / count
     return one, two, abs(one - two) / max([*(abs(sum_ / of) for sum_, of in parts if of), 1e-12])
-
-
-def _trains_otherwise(found: Traced | Tree) -> bool:
-    """Tell whether some code does more in training than what its modules do by their own flags, as far as is known."""
-    if isinstance(found, Tree) or not found.both:
-        return True
-    return any(call.whole == DIFFERS for call in found.record.root.all_calls())
-
-
-@contextlib.contextmanager
-def _quiet_training(model: nn.Module) -> Iterator[None]:
-    """Training as far as the model is in it, without dropout, and without statistics of a batch, which batch
-    normalisation takes of each micro-batch."""
-    flags = {each: each.training for each in model.modules()}
-    try:
-        for each in flags:
-            if isinstance(each, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
-                each.training = False
-        yield
-    finally:
-        for each, flag in flags.items():
-            each.training = flag
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    flags = {each: each.training for each in model.modules()}
-    try:
-        for each in flags:  # not by `eval`: one of a model's own may do more, which nothing would undo
-            each.training = False
-        yield
-    finally:
-        for each, flag in flags.items():
-            each.training = flag

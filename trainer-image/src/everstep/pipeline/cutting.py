@@ -16,6 +16,7 @@ from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.writes import refuse_reads_of_statistics, refuse_writes
+from everstep.pipeline.gradient_mode import check_gradient_mode
 from everstep.pipeline.half import refuse_half_regions
 from everstep.pipeline.left_behind import LossUses, WatchedLoss, check_left_behind, check_second_forward
 from everstep.pipeline.loss_state import loss_kept, refuse_state
@@ -29,6 +30,8 @@ from everstep.pipeline.prepare import (
     with_full_backwards,
 )
 from everstep.pipeline.schedules import Schedule
+
+_TARGETS = "targets:"  # beside the arguments, of which none has such a name
 
 
 @dataclass(frozen=True)
@@ -198,11 +201,21 @@ def _check_cut(
             terms.autocast,
         )
     )
+    if request.targets is not None and (not isinstance(found, Traced) or found.both):
+        several = make_example_microbatch({**terms.example, _TARGETS: request.targets}, terms.wish, unsplit_inputs)
+        own = several.pop(_TARGETS)
+        first(
+            lambda: check_gradient_mode(
+                request.model, stages, several, own, request.loss, weight, unsplit_inputs, terms.autocast
+            )
+        )
     if times == 1:
         return loss, ()
     # Where targets are not known, the loss is looked at in the first step, and here what it is of.
     known = None if request.targets is None else request.loss
     idle = first(
-        lambda: check_samples(request.model, found, terms.example, request.targets, known, weight, unsplit_inputs)
+        lambda: check_samples(
+            request.model, found, terms.example, request.targets, known, weight, unsplit_inputs, plan.profile.samples
+        )
     )
     return (FirstLook(loss, weight, times), ()) if known is None else (loss, idle)

@@ -104,7 +104,7 @@ def negotiate(control: Control, request: PipelineRequest) -> PipelineTerms:
     Raises:
         PipelineError: On all processes: they ask for different things, or for what cannot be.
     """
-    request = control.run_on_all_ranks(lambda: _fill_in_job(request))
+    request = control.run_on_all_ranks(lambda: _complete_request(request))
     require_agreement(control, request.model, request.describe())
     terms = control.run_on_all_ranks(lambda: _find_terms(control, request))
     terms = replace(terms, position=replace(terms.position, nccl=by_nccl(terms.position)))
@@ -113,8 +113,9 @@ def negotiate(control: Control, request: PipelineRequest) -> PipelineTerms:
     return terms
 
 
-def _fill_in_job(request: PipelineRequest) -> PipelineRequest:
-    """Take what the script leaves open from its TrainingJob, if there is one."""
+def _complete_request(request: PipelineRequest) -> PipelineRequest:
+    """Check the model, and take what the script leaves open from its TrainingJob, if there is one."""
+    refuse_unsupported(request.model)  # before anything asks for its shapes, which lazy modules have none of
     job, plan = read_job(), request.plan
     return replace(
         request,
@@ -135,7 +136,6 @@ def _find_terms(control: Control, request: PipelineRequest) -> PipelineTerms:
     model, plan, layout, engine = request.model, request.plan, request.layout, request.engine
     if isinstance(request.schedule, Schedule):
         check_schedule(request.schedule)
-    refuse_unsupported(model)
     refuse_half_parameters(model, engine.precision)
     if isinstance(request.loss, nn.Module) and any(each.requires_grad for each in request.loss.parameters()):
         raise PipelineError("the loss has parameters, which would not be trained: make it a part of the model")

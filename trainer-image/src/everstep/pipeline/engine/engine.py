@@ -119,7 +119,7 @@ class Engine:
         self._writes_weights = not written.isdisjoint(self.parameters.named)
         self._versions = 0  # of the weights, when low-precision copies of them were made
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
-        self.steps = self.progress = self.passes = 0  # optimizer steps; actions done and passes begun, for who watches
+        self.steps = self.progress = self.passes = 0  # optimizer steps; for who watches, actions done and what all do
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
         self._batches, self._total = 0, Total()
         self._training, self._closed = True, ""  # why
@@ -297,8 +297,8 @@ class Engine:
         self._require_open()
         if self._batches:
             raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before clipping")
-        place = self.transport.replica * self.transport.size + self.rank
-        counted = self.parameters.counted_here
+        self.passes += 1
+        place, counted = self.transport.replica * self.transport.size + self.rank, self.parameters.counted_here
 
         def gather(vector: Any) -> Any:
             every = vector.new_zeros(self.transport.size * self.transport.replicas, len(vector))

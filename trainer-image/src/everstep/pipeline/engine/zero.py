@@ -72,6 +72,7 @@ class ShardedOptimizer:
             )
         self.optimizer.step()
         if self._transport.replicas > 1:
+            self._engine.passes += 1
             with self._engine.aborting():
                 self._share()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -90,7 +90,8 @@ def _patch_custom_functions(listener: RecordingListener) -> Iterator[None]:
         if listener.busy:
             return bound(*args, **kwargs)
         if cls is CheckpointFunction:  # only the way its backward goes differs from a plain call
-            return args[0](*args[2:])
+            with _learning_as_reentrant(args[2:]):
+                return args[0](*args[2:])
         return listener.function(cls, bound, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)
@@ -128,10 +129,11 @@ def _patch_conversions(listener: RecordingListener) -> Iterator[None]:
 @contextlib.contextmanager
 def divisible_checkpoints() -> Iterator[None]:
     """Activation checkpoints inside that are reentrant, whose backward cannot be asked for a part of the gradients, are
-    made the other way; then what they recompute learns also where their inputs have no gradients."""
+    made the other way. What they recompute learns where it does in torch's."""
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        with _learning_as_reentrant(args):
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
     if "apply" in CheckpointFunction.__dict__:
         yield
@@ -141,6 +143,13 @@ def divisible_checkpoints() -> Iterator[None]:
         yield
     finally:
         del CheckpointFunction.apply
+
+
+def _learning_as_reentrant(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Without gradients where a reentrant checkpoint has none, also for its parameters: torch records its backward
+    only if one of the tensors that it is given itself, and not in a list, requires gradients."""
+    has_gradient = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+    return contextlib.nullcontext() if has_gradient else torch.no_grad()
 
 
 @contextlib.contextmanager
