@@ -98,6 +98,28 @@ def restore_in_another(rank: int, folder: Path) -> tuple[list[str], list[str], A
     return list(restored.missing), list(restored.unexpected), weight
 
 
+@pytest.mark.parametrize("is_function", [True, False])
+def test_names_are_mapped_without_what_a_checkpoint_says_of_itself(is_function: bool, tmp_path: Path) -> None:
+    """A function hears of no names but those of objects, and no object gets more."""
+    with session(tmp_path, attempt=(1, 1)) as ckpt:
+        ckpt.restore(model={"weight": torch.ones(2), "lr": 1.0})
+        ckpt.save(1, metadata={"loss": 0.5})
+    heard: list[str] = []
+
+    def rename(name: str) -> str:
+        heard.append(name)
+        first, rest = name.split(".", 1)
+        return f"net.{first}.{rest}"
+
+    found: dict[str, Any] = {"model": {"weight": torch.zeros(2), "lr": 0.0}}
+    with session(tmp_path) as ckpt:
+        restored = ckpt.restore(net=found, rename=rename if is_function else {"": "net."})
+    assert (restored.step, restored.metadata) == (1, {"loss": 0.5})
+    assert found["model"]["lr"] == 1.0
+    assert found.keys() == {"model", "rank"}
+    assert all("." in each for each in heard)
+
+
 def test_arrays_are_found_under_another_name(tmp_path: Path) -> None:
     np = pytest.importorskip("numpy")
     with session(tmp_path) as ckpt:

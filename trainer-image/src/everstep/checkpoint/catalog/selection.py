@@ -11,6 +11,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.manifest import Manifest
+from everstep.checkpoint.format.start_mark import NO_STATE
 
 Leaf = TypeVar("Leaf")
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
@@ -20,7 +21,8 @@ _SHOWN = 12
 # Beside an optimizer's `state`, what a checkpoint says of each parameter, by the same names.
 _PARAM_GROUPS = ".param_groups."
 _OF_PARAMS = (
-    "param_groups", "places", "layout", "kept", "box", "stateless", "built", "aliases", "order", "param_names"
+    "param_groups", "places", "layout", "kept", "box", "stateless", "built", "aliases", "order", "param_names",
+    "tensors",
 )  # fmt: skip
 
 
@@ -112,6 +114,9 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
     objects: dict[str, str] = {}
     descriptions = []
     for name in given:
+        if name in NO_STATE:  # of the checkpoint itself: no object has them, and a function need not know of them
+            found[name] = name
+            continue
         if is_description(name):
             descriptions.append(name)
             continue

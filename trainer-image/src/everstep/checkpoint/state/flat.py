@@ -19,6 +19,7 @@ from everstep.checkpoint.state.loader_samplers import is_loader
 from everstep.checkpoint.state.memory import get_local_tensor, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
+from everstep.checkpoint.state.param_holders import find_holders
 from everstep.checkpoint.state.plain import StatefulObject, StateValue
 from everstep.checkpoint.state.rng import Rng
 from everstep.checkpoint.state.steps import has_hooked_steps
@@ -172,7 +173,7 @@ def bind_kinds(objects: Mapping[str, object], *, rank: int, step: int | None = N
     prefixes = {name: _make_prefix(name, each, rank) for name, each in objects.items()}
     modules = {name: Modules(prefixes[name], found) for name, each in objects.items() if (found := _list_modules(each))}
     known = {id(param): (each.prefix, name) for each in modules.values() for name, param in each.parameters()}
-    optimizers: list[ObjectKind] = []
+    optimizers: list[OptimizerObject] = []
     others: list[ObjectKind] = []
     for name, each in objects.items():
         inner = unwrap_marked(each)
@@ -191,6 +192,13 @@ def bind_kinds(objects: Mapping[str, object], *, rank: int, step: int | None = N
             )
         else:
             others.append(StateValue(prefixes[name], inner))
+    for optimizer in optimizers:
+        if optimizer.has_places:
+            # What is each rank's own is not what all ranks' optimizer has at a place.
+            is_own = optimizer.prefix.startswith(f"{RANK}.")
+            seen = [each for each in others if is_own or not each.prefix.startswith(f"{RANK}.")]
+            leaves = (leaf for each in seen if isinstance(each, StateValue) for leaf in each.named_leaves())
+            optimizer.hold(find_holders(leaves))
     return [*modules.values(), *optimizers, *sorted(others, key=_get_load_order)]
 
 

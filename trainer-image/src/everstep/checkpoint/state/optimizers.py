@@ -42,6 +42,7 @@ from everstep.checkpoint.state.param_contents import (
     ParamContent,
     find_param_contents,
 )
+from everstep.checkpoint.state.param_holders import describe_holders, find_moved_params, is_place, name_place
 from everstep.checkpoint.state.param_options import (
     PLACES,
     digest_options,
@@ -88,13 +89,25 @@ class OptimizerObject:
         self._optimizer = optimizer
         self.params: list[torch.Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
         # A parameter of no module is known by its place.
-        self._names = [known.get(id(each), f"#{i}") for i, each in enumerate(self.params)]
+        self._names = [known.get(id(each), name_place(i)) for i, each in enumerate(self.params)]
+        self._held: dict[str, list[str]] = {}  # see param_holders.py
         if len(set(self._names)) != len(self._names):
             raise CheckpointError(f"{prefix}: two of its parameters have the same name; give each model its own name")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
+
+    @property
+    def has_places(self) -> bool:
+        """Tell whether it knows a parameter by its place."""
+        return any(map(is_place, self._names))
+
+    def hold(self, holders: Mapping[int, list[str]]) -> None:
+        """Take in what parameters of no module are called in other objects: full names by identity."""
+        for name, param in zip(self._names, self.params, strict=True):
+            if is_place(name) and id(param) in holders:
+                self._held[name] = holders[id(param)]
 
     def name_groups(self) -> list[list[str]]:
         """Return the names of the parameters of each group, in the order of the groups."""
@@ -124,6 +137,8 @@ class OptimizerObject:
             known = [self._names[place] for place in group["params"]]
             for name, said in name_params(known, number, group.get("param_names")):
                 yield names.join_segments(self.prefix, name), said
+        for name, said in describe_holders(self._held):
+            yield names.join_segments(self.prefix, name), said
         for key, value in more.items():
             yield from self._leaves(names.join_segments("more", names.escape_segment(key)), value)
 
@@ -228,6 +243,8 @@ class OptimizerObject:
             found[saved.full(names.join_segments("more", name))] = make_fresh_tensor(tensor)
         self._check_kind(saved, problems)
         self._check_options(saved, problems)
+        given = [group.get("param_names") for group in self._optimizer.param_groups]
+        problems += find_moved_params(saved, self._held, zip(self.name_groups(), given, strict=True))
         return found
 
     def _lookups(self, saved: Saved) -> list[Lookup]:

@@ -18,11 +18,11 @@ from everstep.checkpoint.state.kinds import is_tensor
 PARAM_GROUPS = "param_groups"  # of each parameter: which options it has, by their digest
 PLACES = "places"  # of each parameter: which group of how many it is in, as `<parameter>.<number>-<count>`
 # Of each parameter of an optimizer that was given names: its name and place, as `<parameter>.<group>-<place>`.
-_PARAM_NAMES = "param_names"
+PARAM_NAMES = "param_names"
 _OPTIONS = "options"
 _TENSOR = "tensor"  # stands for one, with its type, its one element, and its shape where it has dimensions
 
-_NO_OPTION = ("params", _PARAM_NAMES)
+_NO_OPTION = ("params", PARAM_NAMES)
 
 
 def pack_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def name_params(known: Sequence[str], group: int, given: Sequence[str] | None) -
     for place, (param, name) in enumerate(zip(known, given or (), strict=False)):
         # True where both are one, so that a parameter that is renamed has the new name here too.
         is_same = name == names.to_module(param)
-        yield names.join_segments(_PARAM_NAMES, param, f"{group}-{place}"), is_same or name
+        yield names.join_segments(PARAM_NAMES, param, f"{group}-{place}"), is_same or name
 
 
 def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
         param, _, place = rest.rpartition(".")
         if kind == PLACES:
             numbers[param].add(int(place.partition("-")[0]))
-        elif kind == _PARAM_NAMES:
+        elif kind == PARAM_NAMES:
             given[param] = int(place.partition("-")[2]), names.to_module(param) if said is True else str(said)
     are_placed = all(len(numbers[param]) == 1 for param in params)
     groups: dict[tuple[int, str], list[str]] = defaultdict(list)
@@ -129,6 +129,6 @@ def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
         group = {key: unpack_option(each) for key, each in packed.items()}
         if all(param in given for param in every):
             every.sort(key=lambda param: given[param][0])
-            group[_PARAM_NAMES] = [given[param][1] for param in every]
+            group[PARAM_NAMES] = [given[param][1] for param in every]
         found.append({**group, "params": [names.to_module(param) for param in every]})
     return found

@@ -113,6 +113,11 @@ class StateValue:
         yield from _iterate_leaves(self.prefix, state)
         yield names.join_segments(self.prefix, KIND), describe_structure(VALUE, state, is_leaf)
 
+    def named_leaves(self) -> Iterator[tuple[str, Any]]:
+        """Yield full names and the leaves as the script holds them."""
+        plain = isinstance(self.value, Mapping) and not isinstance(self.value, dict)
+        return names.walk_leaves(dict(self.value) if plain else self.value, is_leaf, self.prefix)
+
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         self._check_tied(saved, problems)
         if is_tensor(self.value) and "" not in saved.tensors:

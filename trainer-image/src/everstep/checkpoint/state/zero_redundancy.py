@@ -16,6 +16,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state.kinds import Saved
 from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.optimizers import OptimizerObject
+from everstep.checkpoint.state.param_holders import name_place
 
 _CLASS = ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
 
@@ -35,7 +36,7 @@ class ZeroRedundancyObject(OptimizerObject):
             )
         # A parameter of no module is known by its place among those of all ranks; the inner one has this rank's only.
         every = [each for group in optimizer.param_groups for each in group["params"]]
-        self._known = {id(each): known.get(id(each), f"#{i}") for i, each in enumerate(every)}
+        self._known = {id(each): known.get(id(each), name_place(i)) for i, each in enumerate(every)}
         super().__init__(prefix, inner, self._known, own)
         self._outer = optimizer
 
