@@ -186,6 +186,20 @@ def test_a_slot_that_another_node_reads_is_not_taken_for_a_new_copy(
     assert away.kept == [key(30), key(20)]
 
 
+def test_a_peer_that_hangs_up_ends_no_process_that_has_the_default_action_of_sigpipe(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    before = signal.signal(signal.SIGPIPE, lambda number, frame: pytest.fail("by default this ends the process"))
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    try:
+        with closing(PeerLink(ours, "a peer")) as link, file.open("rb") as opened, pytest.raises(PeerLost):
+            link.put_file(opened.fileno(), 0, 1 << 20)
+        assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
 def test_what_is_not_here_is_not_given_out(away: Away) -> None:
     away.send(0, key(10))
     for other, node in ((key(20), 1), (key(10), 0)):

@@ -13,9 +13,10 @@ import hmac
 import json
 import os
 import secrets
+import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from everstep.checkpoint.errors import StoreError
@@ -170,7 +171,8 @@ class PeerLink:
         """
         while count:
             try:
-                sent = os.sendfile(self._peer.fileno(), descriptor, offset, count)
+                with _without_broken_pipes():
+                    sent = os.sendfile(self._peer.fileno(), descriptor, offset, count)
             except OSError as error:
                 raise self._lost(error) from error
             if not sent:
@@ -197,6 +199,18 @@ class PeerLink:
     def _lost(self, error: OSError) -> PeerLost:
         why = "says nothing any more" if isinstance(error, BlockingIOError) else f"is lost: {error}"
         return PeerLost(why, self.name, may_pass=True)
+
+
+@contextlib.contextmanager
+def _without_broken_pipes() -> Iterator[None]:
+    """Let a call without MSG_NOSIGNAL fail where the peer has hung up: a script may have SIGPIPE end its process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    try:
+        yield
+    finally:
+        if signal.SIGPIPE not in before:
+            signal.sigtimedwait({signal.SIGPIPE}, 0)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPIPE})
 
 
 def _compute_proof(secret: str, role: bytes, server: bytes, client: bytes) -> bytes:

@@ -6,6 +6,7 @@ are brought into the node's memory once (node_cache.py).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from everstep.checkpoint.errors import Damaged, Missing, StoreError
 from everstep.checkpoint.format.keys import Key
-from everstep.checkpoint.format.manifest import CheckpointPart, Manifest
+from everstep.checkpoint.format.manifest import Manifest
 from everstep.checkpoint.peers.peer_server import iterate_held_slots
 from everstep.checkpoint.restore.proposals import MEMORY, STORE
 from everstep.checkpoint.slots import slot_marks
@@ -37,7 +38,7 @@ def hold_slots(memory: Path, key: Key, stack: ExitStack) -> bytes:
         except Missing:  # removed just now, as the writer of a run that has ended does
             continue
         if slot.manifest() == own:  # else it was filled anew since
-            parts = [[part.name, part.size, part.header] for part in own.parts]
+            parts = [[*each] for each in zip([part.name for part in own.parts], _digest_parts(own), strict=True)]
             rows.append([str(slot.path), slot_marks.is_marked(slot, own), parts])
     return json.dumps(rows).encode()
 
@@ -46,7 +47,7 @@ class PartFiles:
     """The parts of one checkpoint, by their numbers in its manifest, that are files for this process."""
 
     def __init__(self, manifest: Manifest, store: Store) -> None:
-        self._manifest = manifest
+        self._manifest = manifest  # as it was saved: slots are compared with it
         self._store = store if isinstance(store, LocalStore) and store.is_local else None
         self._elsewhere: set[str] = set()
         self._slots: dict[int, tuple[Slot, FileReader]] = {}
@@ -62,16 +63,17 @@ class PartFiles:
                 its node, who share the work, read here.
         """
         numbers = {part.name: i for i, part in enumerate(self._manifest.parts)}
-        for path, is_marked, parts in json.loads(message):
+        digests = _digest_parts(self._manifest) if (found := json.loads(message)) else []
+        for path, is_marked, parts in found:
             slot = Slot(Path(path))
             with self._expect_slot(slot):
                 stack.enter_context(slot.reading())
-            for local, fields in enumerate(parts):
-                part = CheckpointPart(*fields)
-                number = numbers.get(part.name)
-                if number is not None and number not in self._slots and self._manifest.parts[number] == part:
+            for local, (name, digest) in enumerate(parts):
+                number = numbers.get(name)
+                # Two starts of one attempt may have saved the same part with other bytes.
+                if number is not None and number not in self._slots and digests[number] == digest:
                     with self._expect_slot(slot):
-                        file = stack.enter_context(open_file(slot.part(local), f"{part.name} in this node's memory"))
+                        file = stack.enter_context(open_file(slot.part(local), f"{name} in this node's memory"))
                     self._slots[number] = slot, file
                     self._marked |= {number} if is_marked else set()
 
@@ -123,3 +125,14 @@ class PartFiles:
             yield file
         except OSError as error:
             raise StoreError(f"cannot be read: {error}", str(slot.path)) from error
+
+
+def _digest_parts(manifest: Manifest) -> list[str]:
+    """Return for each part what tells its bytes from any others of its name, by its size and the sums of all chunks."""
+    chunks: list[list[tuple[int, int, str]]] = [[] for _ in manifest.parts]
+    for tensor in manifest.tensors.values():
+        for shard in tensor.shards:
+            for chunk in shard.chunks:
+                chunks[chunk.part].append((chunk.offset, chunk.length, chunk.sum))
+    described = [(part.size, part.header, sorted(own)) for part, own in zip(manifest.parts, chunks, strict=True)]
+    return [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in described]

@@ -211,10 +211,10 @@ class Restorer:
             if self._leads:
                 stack.callback(cache.remove)
             manifest = self._manifest_of(key, proposal, name, cache, stack)
+            files = PartFiles(manifest, self._store)
             if self._options.rename is not None:
                 saved = manifest
                 manifest = self._together(lambda: rename_manifest(saved, self._options.rename), local=True)
-            files = PartFiles(manifest, self._store)
             files.leave_out({part.name for part in manifest.parts if part.name in peers})
             chunks = Chunks(manifest)
             loading = self._plan(manifest, chunks, files, cache, stack)
