@@ -25,7 +25,7 @@ from everstep.pipeline.frontend.trace import Traced, attributes_kept
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.left_behind import WatchedLoss
 from everstep.pipeline.loss_state import call_twice, refuse_state
-from everstep.pipeline.quiet_modes import evaluation_mode, quiet_training, trains_otherwise
+from everstep.pipeline.repeatable_modes import differs_in_training, evaluation_mode, repeatable_training
 
 _log = logging.getLogger("everstep.pipeline")
 
@@ -168,7 +168,7 @@ def check_samples(
 
     def find(number: int, compare: Callable[..., _Difference | None]) -> _Difference | None:
         try:
-            for mode in (evaluation_mode, quiet_training) if trains_otherwise(found) else (evaluation_mode,):
+            for mode in (evaluation_mode, repeatable_training) if differs_in_training(found) else (evaluation_mode,):
                 with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
                     if (apart := compare(run, take(number), number, unsplit_inputs)) is not None:
                         return apart

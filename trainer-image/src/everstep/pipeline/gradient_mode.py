@@ -21,7 +21,7 @@ from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.check import as_before, run_stages
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import attributes_kept
-from everstep.pipeline.quiet_modes import evaluation_mode
+from everstep.pipeline.repeatable_modes import evaluation_mode
 
 _log = logging.getLogger("everstep.pipeline")
 _TARGETS = "targets:"  # beside the arguments, of which none has such a name

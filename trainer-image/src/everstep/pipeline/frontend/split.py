@@ -58,14 +58,14 @@ def split_model(model: Traced | Tree, stage_of: Mapping[str, int] | None = None)
         )
     cuts = [_Cut(model, chosen, index) for index in range(last + 1)]
     # What nobody uses is in the first stage, so that checkpoints are complete.
-    cuts[0].unused = set(model.record.weights).difference(*(cut.holds() for cut in cuts))
-    return [cut.stage() for cut in cuts]
+    cuts[0].unused = set(model.record.weights).difference(*(cut.find_held_weights() for cut in cuts))
+    return [cut.build_stage() for cut in cuts]
 
 
 def node_modules(model: Traced) -> dict[str, StageModule]:
     """Each node as a stage of its own, to be measured; the values of in-place operations are then no leaves."""
     chosen = {unit.name: index for index, unit in enumerate(model.units.all)}
-    return {unit.name: _Cut(model, chosen, index).stage() for index, unit in enumerate(model.units.all)}
+    return {unit.name: _Cut(model, chosen, index).build_stage() for index, unit in enumerate(model.units.all)}
 
 
 class _Cut:
@@ -76,27 +76,29 @@ class _Cut:
         self.record, self.units = model.record, model.units
         self.own = [unit for unit in self.units.all if stage_of[unit.name] == index]
         self.mine, self.alive = set(self.own), set(self.units.all)
-        self.made = {value for unit in self.own for value in self._made(unit)}
+        self.made = {value for unit in self.own for value in self._iterate_made(unit)}
         self.given = {value for unit in self.own for value in unit.reads} - self.made - self.units.free.keys()
         self.opened: list[Call] = []  # calls of which it has only a part
         self.unused: set[str] = set()  # weights that no stage uses, and that this one keeps
-        self.items = self._with_free(list(self._items(self.record.root, whole=True)))
+        self.items = self._add_free_operations(list(self._iterate_items(self.record.root, whole=True)))
 
-    def stage(self) -> StageModule:
+    def build_stage(self) -> StageModule:
         items = self.items
         has_output = any(unit.name == OUTPUT for unit in self.own)
         names = {value: name for unit in self.units.all for name, value in unit.values.items()}
-        module, drawing = self._module(items)
-        bind = self._binder(module)
+        module, drawing = self._make_module(items)
+        bind = self._make_binder(module)
         result = self.record.root.outputs if has_output else None
-        sizes = self._sizes(items, result)
-        arguments, known = self._known(sizes)
+        sizes = self._list_sizes(items, result)
+        arguments, known = self._find_arguments(sizes)
         inputs: dict[str, int | None] = {INPUT + name: None for name in arguments}
         inputs |= {names[value]: value for value in sorted(self.given)}
         used = {value for unit in self.units.all if unit not in self.mine for value in unit.reads}
         outputs = {names[value]: value for value in sorted(self.made & used)}
         keep = set(outputs.values()) | {ref.index for ref in iterate_references(result) if isinstance(ref, ValueRef)}
-        steps = [self._step(item, module, bind, forget, drawing) for item, forget in self._forgetting(items, keep)]
+        steps = [
+            self._make_step(item, module, bind, forget, drawing) for item, forget in self._list_forgotten(items, keep)
+        ]
         opened = [*self.opened, *(call for call in self.record.root.all_calls() if self._is_left_out(call))]
         conditions = [self.record.sizes.simplify(each) for call in dict.fromkeys(opened) for each in call.conditions]
         # A condition on sizes that this stage does not see is another's: some stage reads each argument.
@@ -112,32 +114,34 @@ class _Cut:
             SizeRules(find_places(wanted, known), sizes, conditions),
             self.model.both,
             StageUses(
-                self._changed().intersection(arguments),
-                self._writes(),
-                self._uses(),
-                self._repeats(items),
+                self._find_changed_arguments().intersection(arguments),
+                self._find_written_weights(),
+                self._list_used_weights(),
+                self._number_repeats(items),
                 {name for name, value in outputs.items() if self._is_end(value)},
             ),
             next((unit.name for unit in self.own for part in iterate_parts(unit.item) if _has_listeners(part)), ""),
         )
 
-    def _uses(self) -> list[str]:
+    def _list_used_weights(self) -> list[str]:
         """Return the stage's weights in the order in which its forward first uses them, those of one module as
         registered."""
         place = {name: number for number, name in enumerate(self.record.weights)}
         return list(dict.fromkeys(name for unit in self.own for name in sorted(unit.weights, key=place.__getitem__)))
 
-    def _writes(self) -> set[str]:
+    def _find_written_weights(self) -> set[str]:
         """The weights, as buffers, that its forward changes."""
         memory = {each for unit in self.own for part in iterate_parts(unit.item) for each in part.mutates}
-        return {name for each, name in self.record.held.items() if each in memory} | self.record.replaced & self.holds()
+        return {
+            name for each, name in self.record.held.items() if each in memory
+        } | self.record.replaced & self.find_held_weights()
 
-    def _changed(self) -> set[str]:
+    def _find_changed_arguments(self) -> set[str]:
         """The arguments that it changes in place."""
         memory = {each for unit in self.own for part in iterate_parts(unit.item) for each in part.mutates}
         return {name for each, name in self.record.given.items() if each in memory}
 
-    def _repeats(self, items: Iterable[Item]) -> dict[str, tuple[int, ...]]:
+    def _number_repeats(self, items: Iterable[Item]) -> dict[str, tuple[int, ...]]:
         found: dict[str, list[int]] = defaultdict(list)
         for item in items:
             for call in item.all_calls() if isinstance(item, Call) else ():
@@ -149,7 +153,7 @@ class _Cut:
         engine sees."""
         return self.record.values[value].gradient and value not in self.units.learning
 
-    def _known(self, sizes: Iterable[Size]) -> tuple[list[str], dict[Any, Any]]:
+    def _find_arguments(self, sizes: Iterable[Size]) -> tuple[list[str], dict[Any, Any]]:
         """The arguments that it reads, and the shapes of all that it is given. Where those do not show a size that it
         needs, as of positions without a text, it reads an argument that does."""
         arguments = {name for unit in self.own for name in unit.arguments}
@@ -170,8 +174,8 @@ class _Cut:
 
     # ---- which calls ----
 
-    def _items(self, call: Call, *, whole: bool = False) -> Iterable[Item]:
-        if whole and self._as_it_was(call):
+    def _iterate_items(self, call: Call, *, whole: bool = False) -> Iterable[Item]:
+        if whole and self._runs_whole(call):
             yield call
             return
         self.opened.append(call)
@@ -181,22 +185,22 @@ class _Cut:
                 if unit.item is item and unit in self.mine:
                     yield item
             elif isinstance(item, Call):
-                units = set(self._units(item))
+                units = set(self._iterate_units(item))
                 if units & self.mine:
-                    if self._as_it_was(item) or any(unit.item is item for unit in units):
+                    if self._runs_whole(item) or any(unit.item is item for unit in units):
                         yield item
                     else:
-                        yield from self._items(item)
+                        yield from self._iterate_items(item)
 
-    def _units(self, call: Call) -> Iterable[Unit]:
+    def _iterate_units(self, call: Call) -> Iterable[Unit]:
         """The units of which something is inside."""
         return (
             unit for part in iterate_parts(call) if (unit := self.units.of.get(part)) in self.alive and unit is not None
         )
 
-    def _as_it_was(self, call: Call) -> bool:
+    def _runs_whole(self, call: Call) -> bool:
         """Tell whether the original module can run: all that is inside is here, and all that it is given."""
-        if call not in self.units.repeatable or any(unit not in self.mine for unit in self._units(call)):
+        if call not in self.units.repeatable or any(unit not in self.mine for unit in self._iterate_units(call)):
             return False
         if any(unit not in self.mine for unit in self.units.entangled.get(call, ())):
             return False
@@ -208,9 +212,9 @@ class _Cut:
     def _is_left_out(self, call: Call) -> bool:
         """Tell whether a call runs in no stage, as one that has handed on what it was given: it might do otherwise with
         other sizes."""
-        return bool(call.conditions) and not any(True for _ in self._units(call))
+        return bool(call.conditions) and not any(True for _ in self._iterate_units(call))
 
-    def _made(self, unit: Unit) -> Iterable[int]:
+    def _iterate_made(self, unit: Unit) -> Iterable[int]:
         return (
             index
             for part in iterate_parts(unit.item)
@@ -218,7 +222,7 @@ class _Cut:
             if self.units.makers[index] is part
         )
 
-    def _with_free(self, items: list[Item]) -> list[Item]:
+    def _add_free_operations(self, items: list[Item]) -> list[Item]:
         """Add the operations on sizes and constants that these items need, wherever else they are done too."""
         chosen = dict.fromkeys(items)
         inside = {op for item in items if isinstance(item, Call) for op in item.ops()}
@@ -243,10 +247,10 @@ class _Cut:
 
     # ---- what they become ----
 
-    def _module(self, items: Iterable[Item]) -> tuple[Any, dict[Item, Drawing]]:
+    def _make_module(self, items: Iterable[Item]) -> tuple[Any, dict[Item, Drawing]]:
         whole = {item.path for item in items if isinstance(item, Call)}
         owners = {item.owner.path for item in items if isinstance(item, Op)}
-        module = make_skeleton(self.model.model, whole, owners, self._weights() | self.unused)
+        module = make_skeleton(self.model.model, whole, owners, self._find_weights() | self.unused)
         drawing: dict[Item, Drawing] = {}
         for item in items:
             if isinstance(item, Op) and item.draws:
@@ -258,20 +262,20 @@ class _Cut:
                 )
         return module, drawing
 
-    def _weights(self) -> set[str]:
+    def _find_weights(self) -> set[str]:
         used = {name for unit in self.own for name in unit.weights}
         return used | {
             ref.name for item in self.items for ref in iterate_references(item.inputs) if isinstance(ref, Weight)
         }
 
-    def holds(self) -> set[str]:
+    def find_held_weights(self) -> set[str]:
         """All weights of this stage, by their first names: those that it uses, and the others of its modules."""
         first = {id(weight): name for name, weight in self.record.weights.items()}
         modules = [item.module for item in self.items if isinstance(item, Call)]
         inside = {first[id(each)] for module in modules for each in (*module.parameters(), *module.buffers())}
-        return self._weights() | inside
+        return self._find_weights() | inside
 
-    def _step(
+    def _make_step(
         self,
         item: Item,
         module: Any,
@@ -297,7 +301,7 @@ class _Cut:
         name = unit.name if unit is not None else f"{item.owner.name}:{item.name}"
         return Step(name, func, owner, inputs, put, tuple(forget), _make_context(item))
 
-    def _binder(self, module: Any) -> Callable[[Ref], Maker]:
+    def _make_binder(self, module: Any) -> Callable[[Ref], Maker]:
         constants = self.record.constants
 
         def bind(ref: Ref) -> Maker:
@@ -312,29 +316,29 @@ class _Cut:
                 case Constant(place):
                     return lambda frame: constants[place]
                 case Size():
-                    known = self._size(ref)
+                    known = self._simplify_size(ref)
                     return (lambda frame: frame.sizes[known]) if isinstance(known, Size) else (lambda frame: known)
                 case Here():
                     return lambda frame: frame.device
 
         return bind
 
-    def _size(self, size: Size) -> Any:
+    def _simplify_size(self, size: Size) -> Any:
         """Simplify a size by what was found out later; return a number if it is one."""
         found = self.record.sizes.simplify(size.expr)
         return Size(found, size.kind) if symbols_of([found]) else size.kind(found)
 
-    def _sizes(self, items: Iterable[Item], result: Template) -> list[Size]:
+    def _list_sizes(self, items: Iterable[Item], result: Template) -> list[Size]:
         templates = [found for item in items for found in (item.inputs, item.other)]
         sizes = (
-            self._size(ref)
+            self._simplify_size(ref)
             for each in (*templates, result)
             for ref in iterate_references(each)
             if isinstance(ref, Size)
         )
         return list(dict.fromkeys(size for size in sizes if isinstance(size, Size)))
 
-    def _forgetting(self, items: list[Item], keep: set[int]) -> Iterable[tuple[Item, list[int]]]:
+    def _list_forgotten(self, items: list[Item], keep: set[int]) -> Iterable[tuple[Item, list[int]]]:
         last: dict[int, Item] = {}
         for item in items:
             for ref in (*iterate_references(item.inputs), *iterate_references(item.outputs)):

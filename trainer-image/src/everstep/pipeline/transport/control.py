@@ -17,7 +17,7 @@ import torch.distributed as dist
 from everstep.coordination.group import RankGroup, join_failures
 from everstep.pipeline.errors import Everywhere
 from everstep.pipeline.transport.base import TransportError
-from everstep.pipeline.transport.sockets import Sockets
+from everstep.pipeline.transport.group_connections import GroupConnections
 
 _retired: list[Any] = []  # groups of this process
 
@@ -37,7 +37,7 @@ class Control(RankGroup):
         self.reason = ""
         self._ends: list[Callable[[], None]] = []
         self.groups: list[Any] = []  # of this process, with those of others that stand on this one
-        with Sockets.watch() as self._sockets:
+        with GroupConnections.watch() as self._connections:
             with self.naming_errors():
                 group: Any = dist.new_group(backend="gloo", timeout=self.timeout)
             super().__init__(group)
@@ -47,14 +47,14 @@ class Control(RankGroup):
             except TransportError:
                 dist.destroy_process_group(group)  # others wait for this process, and now hear of it
                 raise
-        self._sockets.settle(self.gather)
+        self._connections.settle(self.gather)
         self.groups.append(group)
         _end_retired()
 
     @property
     def address(self) -> str | None:
         """Return the address of this process, as others reach it; None if there are no others, or it cannot be seen."""
-        return self._sockets.address()
+        return self._connections.address()
 
     def name_failures(self, wrong: Sequence[str], mine: Exception | None) -> Exception:
         """Return the error of all ranks where work failed on some: the same on each."""
@@ -83,7 +83,7 @@ class Control(RankGroup):
     def abort(self, reason: str) -> None:
         """End what waits here, and is to wait, with TransportError(reason)."""
         self.reason = self.reason or reason
-        self._sockets.shut()
+        self._connections.shut()
         for end in self._ends:
             end()
 

@@ -21,7 +21,7 @@ from everstep.pipeline.transport.base import Spec, Tag, TransportError
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.devices import with_index
 from everstep.pipeline.transport.grid import Grid
-from everstep.pipeline.transport.sockets import Sockets
+from everstep.pipeline.transport.group_connections import GroupConnections
 
 _FRAME = 512  # bytes of a small message; a longer one is followed by the rest
 _WORDS, _TENSORS = 1, 2  # tags of gloo: what is beside the tensors has an order of its own
@@ -57,9 +57,9 @@ class ProcessGroups:
         self._told: list[tuple[Any, Any]] = []
         self._meet = control or Control(timeout)
         self._control = self._meet.group
-        with Sockets.watch() as self._sockets:
+        with GroupConnections.watch() as self._connections:
             self._meet.barrier()
-        self._sockets.settle(self._meet.gather)
+        self._connections.settle(self._meet.gather)
         self._meet.on_abort(self._end)
         self._alike = self._column() if self.replicas > 1 else None
 
@@ -68,7 +68,7 @@ class ProcessGroups:
         fresh = [link for link in links if link not in self._links]
         if not self._nccl or not fresh:
             return
-        with self._sockets.watch_more():
+        with self._connections.watch_more():
             self._meet.barrier()
             for pipeline in self.grid.processes:
                 for one, other in fresh:
@@ -78,7 +78,7 @@ class ProcessGroups:
                         self._pairs[one, other] = group
                         self._meet.groups.append(group)
         self._links.update(fresh)
-        self._sockets.settle(self._meet.gather)
+        self._connections.settle(self._meet.gather)
 
     def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _GlooSend:
         """See Transport."""
@@ -119,12 +119,12 @@ class ProcessGroups:
     def group(self, ranks: Sequence[int], *, replicas: bool) -> Any:
         """See Transport."""
         columns = [[pipeline[rank] for rank in sorted(set(ranks))] for pipeline in self.grid.processes]
-        with self._sockets.watch_more():
+        with self._connections.watch_more():
             if replicas:
                 found = self._group([process for column in columns for process in column])
             else:
                 found = [self._group(column) for column in columns][self.replica]
-        self._sockets.settle(self._meet.gather)
+        self._connections.settle(self._meet.gather)
         return found
 
     def alike(self, message: bytes) -> list[bytes]:
@@ -175,7 +175,7 @@ class ProcessGroups:
         self._meet.abort(reason)
 
     def _end(self) -> None:
-        self._sockets.shut()
+        self._connections.shut()
         nccl = [group for (backend, _), group in self._groups.items() if backend == "nccl"]
         for group in (*nccl, *self._pairs.values()):
             with contextlib.suppress(RuntimeError):
@@ -190,9 +190,9 @@ class ProcessGroups:
     def _column(self) -> Any:
         """Return the group in which the replicas of this rank exchange small messages; it uses gloo in any case."""
         columns = [[pipeline[rank] for pipeline in self.grid.processes] for rank in range(self.size)]
-        with self._sockets.watch_more():
+        with self._connections.watch_more():
             found = [self._group(column, "gloo") for column in columns][self.rank]
-        self._sockets.settle(self._meet.gather)
+        self._connections.settle(self._meet.gather)
         return found
 
     def _group(self, processes: list[int], backend: str = "") -> Any:

@@ -12,7 +12,7 @@ from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 
 
-def trains_otherwise(found: Traced | Tree) -> bool:
+def differs_in_training(found: Traced | Tree) -> bool:
     """Tell whether some code does more in training than what its modules do by their own flags, as far as is known."""
     if isinstance(found, Tree) or not found.both:
         return True
@@ -20,7 +20,7 @@ def trains_otherwise(found: Traced | Tree) -> bool:
 
 
 @contextlib.contextmanager
-def quiet_training(model: nn.Module) -> Iterator[None]:
+def repeatable_training(model: nn.Module) -> Iterator[None]:
     """Training as far as the model is in it, without dropout, and without statistics of a batch, which batch
     normalisation takes of each micro-batch."""
     flags = {each: each.training for each in model.modules()}

@@ -17,7 +17,7 @@ from pathlib import Path
 _HERE = Path("/proc/self/fd")  # Linux; elsewhere nothing is found, and waits end with their timeouts
 
 
-class Sockets:
+class GroupConnections:
     """Made by `watch`. Between `watch` or `watch_more` and `settle`, all that was opened counts."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Sockets:
 
     @classmethod
     @contextlib.contextmanager
-    def watch(cls) -> Iterator[Sockets]:
+    def watch(cls) -> Iterator[GroupConnections]:
         """The sockets that are opened meanwhile by any thread of this process, and are still there at the end."""
         sockets = cls()
         with sockets.watch_more():
