@@ -38,7 +38,7 @@ def test_the_snippets_on_reading_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     store = tmp_path / "run"
     ranks.save(PosixStore(store), ranks.key(7), {"model": network("backbone")})
     names: dict[str, Any] = {"everstep": everstep, "torch": torch, "model": network("backbone")}
-    *reading, into_another = [each.replace("s3://bucket/run", str(store)) for each in snippets("Reading a checkpoint")]
+    *reading, into_another = [each.replace("s3://bucket/run", str(store)) for each in snippets("Read a checkpoint")]
     for snippet in reading:
         exec(snippet, names)
     assert names["state"].step == 7
@@ -56,7 +56,7 @@ def test_the_snippets_on_an_older_step_and_metadata_run(tmp_path: Path, monkeypa
     for step in (500, 1000):
         ranks.save(PosixStore(store), ranks.key(step), {"model": model, "scheduler": scheduler})
     names: dict[str, Any] = {"everstep": everstep, "model": model, "scheduler": scheduler}
-    for snippet in snippets("An older step, and notes on each"):
+    for snippet in snippets("Restore an older step"):
         exec(snippet.replace("s3://bucket/run", str(store)), names)
     assert names["state"].step == 501
     assert names["state"].metadata == {"learning_rate": 0.5, "loss": 0.25}
@@ -65,7 +65,7 @@ def test_the_snippets_on_an_older_step_and_metadata_run(tmp_path: Path, monkeypa
 def test_the_snippets_on_other_libraries_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ranks.save(PosixStore("run"), ranks.key(3), {"model": network("layer")})
-    for snippet in snippets("To other libraries and back"):
+    for snippet in snippets("Exchange with other libraries"):
         exec(snippet.replace("s3://bucket/", ""), {"torch": torch})
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert everstep.load("new").step == 7
