@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format.manifest import HEADER, Chunk, Shard
-from everstep.checkpoint.restore.part_files import PartFiles, hold_slots
+from everstep.checkpoint.format.manifest import HEADER
 from everstep.checkpoint.slots import slot_marks
 from everstep.checkpoint.slots.slots import Claim, Slot, SlotState
 from tests.checkpoint.builders import key
@@ -75,31 +72,6 @@ def test_a_mark_is_believed_of_the_very_files_in_a_directory_of_our_own(site: Si
     with slot.part(0).open("ab") as file:
         file.write(b"x")
     assert not is_marked(slot), "another size"
-
-
-def test_a_verified_part_of_another_start_is_not_taken_for_one_of_the_checkpoint(site: Site) -> None:
-    """Its name, size and header are the same, and its mark holds: of what its own start has saved."""
-    _, slot = crashed(site)
-    manifest = slot.manifest()
-    assert manifest is not None
-
-    def change(chunk: Chunk) -> Chunk:
-        return replace(chunk, sum=f"{int(chunk.sum, 16) ^ 1:0{len(chunk.sum)}x}") if chunk.part == 1 else chunk
-
-    tensors = {
-        name: replace(
-            tensor,
-            shards=tuple(
-                Shard(shard.offsets, shard.sizes, tuple(map(change, shard.chunks))) for shard in tensor.shards
-            ),
-        )
-        for name, tensor in manifest.tensors.items()
-    }
-    for other, kept in ((manifest, [True, True]), (replace(manifest, tensors=tensors), [True, False])):
-        with ExitStack() as stack:
-            files = PartFiles(other, site.store)
-            files.adopt(hold_slots(slot.path.parent, manifest.key, stack), stack)
-            assert [files.is_verified(number) for number in (0, 1)] == kept
 
 
 def test_a_slot_that_is_read_cannot_be_claimed(site: Site) -> None:
