@@ -431,7 +431,7 @@ async def _serve_node(directory: Path, linger: float, has_directory: Callable[[]
 
 
 def main() -> None:
-    """`python -m everstep.checkpoint.writer DIRECTORY`."""
+    """Run the writer of the directory that the command line names, as `control.start_writer` starts it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--linger", type=float, default=600.0)
