@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from everstep.checkpoint.errors import CheckpointError
@@ -12,6 +11,7 @@ from everstep.checkpoint.session.options import SessionArguments
 from everstep.checkpoint.slots.own_files import check_holds_slots_only
 from everstep.checkpoint.slots.slots import default_directory, default_memory
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.store.overlap import holds_store
 from everstep.coordination.group import RankGroup
 
 
@@ -52,11 +52,8 @@ def _check_apart(store: Store, directory: Path) -> None:
     Raises:
         CheckpointError: It is a folder in it, or that folder itself.
     """
-    if "://" in store.url:
-        return
-    place, memory = Path(store.url), Path(os.path.realpath(directory))
-    if place == memory or memory in place.parents:
+    if holds_store(directory, store):
         raise CheckpointError(
-            f"the store {place} is in {directory}, the memory for checkpoints, which is removed when its runs have "
+            f"the store {store.url} is in {directory}, the memory for checkpoints, which is removed when its runs have "
             "ended: name a directory of its own in MemoryOptions(directory=…)"
         )
