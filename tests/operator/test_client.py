@@ -199,6 +199,10 @@ async def test_retry_after_is_obeyed(server: Server, client: Client) -> None:
         (status(403, "Forbidden", "pods is forbidden: violates PodSecurity"), errors.Forbidden),
         (status(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: q'), errors.QuotaExceeded),
         (
+            status(403, "Forbidden", 'pods "x" is forbidden: status unknown for quota: q, resources: pods'),
+            errors.QuotaExceeded,
+        ),
+        (
             status(403, "Forbidden", 'pods is forbidden: User "x" cannot create resource "pods" in'),
             errors.NotAuthorized,
         ),
@@ -214,6 +218,45 @@ async def test_a_refusal_is_typed_and_not_repeated(
         await client.create(PODS, "ns", POD)
     assert type(caught.value) is expected
     assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "not yet ready to handle request",
+        "unable to CREATE /v1, Resource=pods at this time because there was an error enforcing limit ranges",
+    ],
+)
+async def test_admission_that_cannot_judge_yet_is_asked_again(server: Server, client: Client, said: str) -> None:
+    """An API server that has just started answers so, with the code of a verdict, and stores nothing."""
+    server.script = [status(403, "Forbidden", f'pods "digits-0" is forbidden: {said}'), ok()]
+    await client.create(PODS, "ns", POD)
+    assert len(server.seen) == 2
+    server.script = [status(403, "Forbidden", f'pods "digits-0" is forbidden: {said}')] * 5
+    with pytest.raises(errors.ApiError, match=said) as caught:
+        await client.create(PODS, "ns", POD)
+    assert not isinstance(caught.value, errors.Forbidden), "no verdict on the pod"
+
+
+@pytest.mark.parametrize("code", [400, 403, 404, 409, 422])
+async def test_what_a_proxy_rejects_is_no_verdict_of_the_api_server(server: Server, client: Client, code: int) -> None:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=code, text="<html>default backend</html>", content_type="text/html")
+
+    server.script = [page]
+    with pytest.raises(errors.ServerError, match="default backend"):
+        await client.create(PODS, "ns", POD)
+
+
+async def test_a_kind_that_the_api_server_does_not_serve_is_not_found(server: Server, client: Client) -> None:
+    """It says so without a Status, as Go's own server does."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=404, text="404 page not found\n")
+
+    server.script = [page]
+    with pytest.raises(errors.NotFound):
+        await client.get(PODS, "ns", "x")
 
 
 async def test_a_proxys_page_is_a_server_error(server: Server, client: Client) -> None:

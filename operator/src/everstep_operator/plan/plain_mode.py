@@ -33,11 +33,13 @@ _HOSTS_VARIABLE = "EVERSTEP_HOSTS"
 MAX_NODES = 500  # the annotations of all pods grow with the square of it: 5 MB
 MASTER_PORT = 7777
 UNUSABLE_EXIT_CODE = 120  # the agent's exit code for "I cannot run in this image"
-# What container runtimes say when python3 is not in the image; they exit 127 (not found), 126 or 128 then.
-_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun", "RunContainerError"})
-# CRI-O tries again for ever instead: the pod waits. Other things may lack too, so its words decide.
+# What container runtimes say when python3 is not in the image; they exit 127 (not found), 126 or 128 then. They say so
+# too where a GPU driver, a hook or a mount of the node lets no container start: so their words decide.
+NOT_STARTED = frozenset({"StartError", "ContainerCannotRun", "RunContainerError"})
+# CRI-O tries again for ever instead: the pod waits.
 _NOT_CREATED = frozenset({"CreateContainerError", "RunContainerError"})
-_NO_PYTHON = re.compile(r"(?is)(?=.*python3).*(not found|no such file)")
+# Quoted, as the name of a program: paths of mounts may contain it.
+_NO_PYTHON = re.compile(r"(?is)(?=.*python3\\?[\"'`]).*(not found|no such file|permission denied)")
 
 
 def find_agent_obstacle(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
@@ -57,9 +59,8 @@ def _find_unusable_reason(end: ContainerEnd) -> Reason | None:
         return Reason.PYTHON_UNSUPPORTED if end.word.result == "unusable" else None
     if end.exit_code == UNUSABLE_EXIT_CODE:
         return Reason.PYTHON_UNSUPPORTED
-    if end.reason in _NOT_STARTED or end.exit_code == 127:
-        return Reason.NO_PYTHON
-    return None
+    is_missing = _NO_PYTHON.search(end.message) is not None if end.reason in NOT_STARTED else end.exit_code == 127
+    return Reason.NO_PYTHON if is_missing else None
 
 
 def build_plain_files(job: Mapping[str, Any]) -> dict[str, str]:
