@@ -67,7 +67,7 @@ class QuotaExceeded(Forbidden):
 
 class AdmissionNotReady(ApiError):
     """403 by an admission plug-in that cannot judge at this time: its API server has just started, or its own lookups
-    fail. Nothing was stored.
+    fail; 409 by one that has met another writer of a quota. Nothing was stored.
 
     Taken for a verdict on the pods, each restart of a control plane would fail new jobs.
     """
@@ -136,7 +136,13 @@ _BY_RBAC = re.compile(r'User "[^"]*" cannot \w+ (resource|path)')
 _BY_WEBHOOK = re.compile(r'admission webhook "[^"]*" denied the request')
 _UNDECLARED = re.compile(r": field not declared in schema")
 _BY_QUOTA = re.compile(r"exceeded quota|status unknown for quota")
-_NOT_READY = re.compile(r"is forbidden: (not yet ready to handle request|unable to \w+ .* at this time because)")
+# Admission counts what is used in the quota's status, which others write too.
+_BY_QUOTAS_OWN_CONFLICT = re.compile(r"cannot be fulfilled on resourcequotas")
+# The last two of ImagePolicyWebhook, whose backend is unavailable.
+_NOT_READY = re.compile(
+    r"is forbidden: (not yet ready to handle request|unable to \w+ .* at this time because|"
+    r'Post "https?://|an error on the server )'
+)
 _WITHOUT_WEBHOOK = re.compile(r"failed calling webhook")
 # Of etcd, and of the connection to it.
 _BY_ETCD = re.compile(r"etcdserver: request is too large|message larger than max")
@@ -173,6 +179,8 @@ def from_status(code: int, status: Any, *, retry_after: float | None = None) -> 
         return ServerError(code, reason, message)  # of something before the API server, which knows nothing of jobs
     if _BY_WEBHOOK.match(message) and code not in (400, 403, 413, 422, 429):
         return Forbidden(code, reason, message)  # not taken for an object that is gone or there, or a server in trouble
+    if code == 409 and _BY_QUOTAS_OWN_CONFLICT.search(message):
+        return AdmissionNotReady(code, reason, message)
     if code == 409 and reason == "AlreadyExists":
         return AlreadyExists(code, reason, message)
     if code == 403 and _BY_QUOTA.search(message):  # the server gives no reason of its own for it
