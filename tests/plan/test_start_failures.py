@@ -158,6 +158,39 @@ def test_a_job_that_has_trained_outlives_a_node_that_starts_no_container(index: 
     assert world.status.start_failures is None
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_what_a_job_has_outlived_does_not_count_against_its_agent(together: bool) -> None:
+    """Another pod of the same attempt, or the one of the next attempt, is on a node where the agent cannot listen."""
+    world = World(job().nodes(3).build()).run("Running")
+    world.vanish(1)
+    world.vanish(2)
+    for _ in range(600):
+        world.now += 1
+        world.lead()
+        world.reconcile()
+        world.bury()
+        world.bind()
+        fail_at_a_hook(world)
+    assert world.status.start_failures is not None
+    assert world.status.start_failures.count > start_failures.MAX_START_FAILURES
+    if not together:
+        world.bury()
+        world.now += 61
+        world.reconcile()
+        world.bury()
+        world.reconcile()
+        world.bind()
+        world.start()
+    pod = world.pods["digits-1"]
+    end = ContainerEnd(1, None, "Error", "", world.now, PORT)
+    world.pods["digits-1"] = dataclasses.replace(pod, started_at=world.now, ended=end)
+    world.reconcile()
+    assert world.phase == "Restarting", world.status.conditions[0].message
+    if not together:
+        assert world.status.start_failures.count == 1
+    world.run("Running")
+
+
 def test_a_job_that_is_resumed_keeps_its_agent_on_a_node_that_starts_no_container() -> None:
     world = World(job().nodes(1).build()).run("Running")
     world.tick()

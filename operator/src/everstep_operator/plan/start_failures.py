@@ -62,10 +62,13 @@ def count_start_failures(s: PlanContext) -> StartRecord:
     # A job that has trained is not lost to a store, or whatever else its init containers need, that is unavailable for
     # two minutes, nor to a node that starts no container: `timeouts.pending` and `timeouts.startup` end it.
     may_pass = s.has_run and all(pod.ended is not None and pod.ended.reason in _WITHOUT_AGENT for pod in failed)
+    # So often a job has failed only where its failures were such: an agent that fails after them is the first to count.
+    outlived = known is not None and known.count >= MAX_START_FAILURES
     if not any(pod.created > counted_until for pod in failed):
-        return StartRecord(known, first, may_pass=may_pass)
+        more = known is not None and known.count > MAX_START_FAILURES
+        return StartRecord(known, first, may_pass=may_pass or more)
     made = max(pod.created for pod in s.current.values())
-    count = 1 if known is None else known.count + 1
+    count = 1 if known is None or (outlived and not may_pass) else known.count + 1
     return StartRecord(StartFailures(count=count, made=to_utc(made)), first, fresh=True, may_pass=may_pass)
 
 
