@@ -89,6 +89,30 @@ def test_a_container_that_cannot_start_runs_without_the_agent_only_where_python_
     assert world.status.restarts.total == 0
 
 
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (
+            f"{RUNC}error running hook #0: nvidia-container-cli: initialization error: driver not loaded",
+            "infrastructure",
+        ),
+        (f'{RUNC}error running hook #0: exec: "nvidia-ctk": executable file not found in $PATH', "infrastructure"),
+        ("failed to inject CDI devices: unresolvable CDI devices nvidia.com/gpu=0", "infrastructure"),
+        (f'{RUNC}exec: "trian": executable file not found in $PATH', "application"),
+        ("executable file `trian` not found in $PATH: No such file or directory", "application"),
+        ("", "application"),
+    ],
+)
+def test_a_program_that_its_node_cannot_start_has_not_failed(message: str, cause: str) -> None:
+    world = plain()
+    over = ContainerEnd(128, None, "StartError", message, world.now)
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], started_at=None, ended=over, phase="Failed")
+    world.reconcile()
+    restarts = world.status.restarts
+    assert (restarts.application, restarts.infrastructure) == ((1, 0) if cause == "application" else (0, 1))
+    assert restarts.charges[-1].reason == ("ApplicationError" if cause == "application" else "PodLost")
+
+
 CRIO = "container create failed: executable file `python3` not found in $PATH: No such file or directory"
 
 

@@ -41,6 +41,9 @@ _NOT_CREATED = frozenset({"CreateContainerError", "RunContainerError"})
 # Quoted, as the name of a program: paths of mounts may contain it.
 _NO_PYTHON = re.compile(r"(?is)(?=.*python3\\?[\"'`]).*(not found|no such file|permission denied)")
 
+# What runtimes say about a program that they cannot start; also about programs of their hooks.
+_OF_A_PROGRAM = re.compile(r"(?i)exec: |executable")
+
 
 def find_agent_obstacle(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
     """Return why a pod that was to run the agent cannot, and what the pod said; None if none shows that."""
@@ -61,6 +64,13 @@ def _find_unusable_reason(end: ContainerEnd) -> Reason | None:
         return Reason.PYTHON_UNSUPPORTED
     is_missing = _NO_PYTHON.search(end.message) is not None if end.reason in NOT_STARTED else end.exit_code == 127
     return Reason.NO_PYTHON if is_missing else None
+
+
+def has_node_failed(end: ContainerEnd) -> bool:
+    """Return whether a container could not be started for something else than its program: a GPU driver, a hook, a
+    mount."""
+    is_of_program = not end.message or ("hook" not in end.message and _OF_A_PROGRAM.search(end.message))
+    return end.reason in NOT_STARTED and not is_of_program
 
 
 def build_plain_files(job: Mapping[str, Any]) -> dict[str, str]:
