@@ -67,6 +67,7 @@ RUNC = "OCI runtime create failed: runc create failed: unable to start container
         (127, f'{RUNC}exec: \\"python3\\": executable file not found in $PATH', True),
         (126, f'{RUNC}exec: "python3": permission denied: unknown', True),
         (128, 'error finding executable "python3" in PATH [/bin]: no such file or directory', True),
+        (128, "rpc error: code = Internal desc = the file python3 was not found: unknown", True),
         (128, f"{RUNC}error running hook #0: nvidia-container-cli: initialization error: driver not loaded", False),
         (127, f"{RUNC}nvidia-container-cli: load library failed: libnvidia-ml.so.1: no such file or directory", False),
         (128, f'{RUNC}error mounting "/x" to rootfs at "/usr/lib/python3/dist-packages": no such file', False),

@@ -38,8 +38,8 @@ UNUSABLE_EXIT_CODE = 120  # the agent's exit code for "I cannot run in this imag
 NOT_STARTED = frozenset({"StartError", "ContainerCannotRun", "RunContainerError"})
 # CRI-O tries again for ever instead: the pod waits.
 _NOT_CREATED = frozenset({"CreateContainerError", "RunContainerError"})
-# Quoted, as the name of a program: paths of mounts may contain it.
-_NO_PYTHON = re.compile(r"(?is)(?=.*python3\\?[\"'`]).*(not found|no such file|permission denied)")
+# As the name of a program, which all but Kata quote: paths of mounts may contain it.
+_NO_PYTHON = re.compile(r"(?is)(?=.*python3(\\?[\"'`]| was not found)).*(not found|no such file|permission denied)")
 
 # What runtimes say about a program that they cannot start; also about programs of their hooks.
 _OF_A_PROGRAM = re.compile(r"(?i)exec: |executable")
