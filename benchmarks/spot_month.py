@@ -54,7 +54,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class Disruption:
-    """What happens to which node at which second."""
+    """An event of the month: the second, the kind, and the number of the node."""
 
     at: float
     kind: str  # spot, lost or crash
