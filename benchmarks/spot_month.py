@@ -54,7 +54,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class Disruption:
-    """What happens to which node at which second."""
+    """An event of the month: the second, the kind, and the number of the node."""
 
     at: float
     kind: str  # spot, lost or crash
@@ -66,7 +66,7 @@ def main(
     events: Annotated[Path, typer.Option(help="A CSV file of seconds, kinds (spot, lost, crash) and nodes.")] = EVENTS,
     write: Annotated[bool, typer.Option(help="Write the file of events anew, and end.")] = False,
 ) -> None:
-    """Simulate, print a table, write build/bench/month.json; exit 1 when a job trains less than 95 % of the time."""
+    """Print how much of a month jobs lose, write build/bench/month.json; exit 1 when it is more than 5 %."""
     if write:
         write_events(events)
         return
