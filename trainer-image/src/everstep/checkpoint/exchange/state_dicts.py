@@ -14,6 +14,7 @@ from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import find_aliases
 from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_metadata import read_unusual
+from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.param_options import PARAM_GROUPS, PLACES, digest_options, name_params, pack_options
 from everstep.checkpoint.state.param_states import describe_aliases, describe_states
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, VALUE, describe_module, describe_structure
@@ -40,6 +41,7 @@ def name_leaves(objects: Mapping[str, Any], optimizer_order: OptimizerOrder | No
     orders = _collect_orders(objects, optimizer_order)
     found: dict[str, Any] = {}
     for key, state in objects.items():
+        check_nesting(state, key)
         if _is_optimizer(state):
             found.update(_iterate_optimizer_leaves(names.escape_segment(key), state, models, orders.get(key)))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -81,7 +82,7 @@ class StatefulObject:
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         live, self._live = self._live, {}
         # Makes containers anew.
-        state = with_types_of(live, saved.nested(tensors), is_ordered=saved.description is not None)
+        state = with_types_of(live, _nest_as(live, saved, tensors), is_ordered=_says_order(saved))
         if not state and is_instance(self._inner, *_SCALER):
             self.kept = [self.prefix] if self._inner.state_dict() else []
             return
@@ -124,10 +125,9 @@ class StateValue:
             problems.append(f"{self.prefix} is no tensor in the checkpoint")
             return {}
         if not is_tensor(self.value):
-            held = names.walk_leaves(self.value, is_leaf)
             problems += [
                 f"{saved.full(name)} {why}"
-                for name, leaf in held
+                for name, leaf in _name_leaves(saved, self.value)
                 if is_tensor(leaf) and name in saved.tensors and (why := why_not_written(leaf))
             ]
         return _make_targets(saved, self.value, problems, whole=is_tensor(self.value))
@@ -135,8 +135,8 @@ class StateValue:
     def _check_tied(self, saved: Saved, problems: list[str]) -> None:
         """See that no two saved tensors would be read into what is one here."""
         for first, *others in find_aliases(self.value).groups:
-            known = name_path(self.value, first)
-            for name in (name_path(self.value, path) for path in others):
+            known = _name_path(saved, self.value, first)
+            for name in (_name_path(saved, self.value, path) for path in others):
                 if {known, name} <= saved.tensors.keys() and have_other_bytes(saved, known, name):
                     problems.append(
                         f"{saved.full(known)} and {saved.full(name)} are one tensor here and have different values in "
@@ -144,9 +144,9 @@ class StateValue:
                     )
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
-        loaded = saved.nested(tensors)
+        loaded = _nest_as(self.value, saved, tensors)
         before = list_objects(self.value)
-        is_ordered = saved.description is not None
+        is_ordered = _says_order(saved)
         if isinstance(self.value, MutableMapping) and isinstance(loaded, Mapping):
             kept = [key for key in self.value if key not in loaded]
             self.kept = [names.join_segments(self.prefix, f"{key}") for key in kept]
@@ -255,12 +255,45 @@ def _iterate_leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
         yield name, detach_leaf(leaf)
 
 
+def _says_order(saved: Saved) -> bool:
+    """Tell whether dictionaries are in the order that they had: a module's state has the order of whoever loads it."""
+    return saved.description is not None and not saved.is_module
+
+
+def _nest_as(live: Any, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the nested state that was saved; that of a module in the order, and as the kind, of what is there now."""
+    loaded = saved.nested(tensors)
+    if not (saved.is_module and isinstance(live, Mapping)):
+        return loaded
+    ordered = [*(key for key in live if key in loaded), *(key for key in loaded if key not in live)]
+    for key in ordered:
+        loaded.move_to_end(key)
+    return loaded if isinstance(live, OrderedDict) else dict(loaded)
+
+
+def _name_leaves(saved: Saved, state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a state with the names that the checkpoint has for them.
+
+    A module's names are paths, and the keys of its state are such names. An import takes any dictionary of tensors for
+    one: nothing in a file says whether a script will give a module, or a dictionary of averaged weights.
+    """
+    if saved.is_module and isinstance(state, Mapping):
+        return ((names.of_module(key), leaf) for key, leaf in state.items() if isinstance(key, str))
+    return names.walk_leaves(state, is_leaf)
+
+
+def _name_path(saved: Saved, state: Any, path: tuple[Any, ...]) -> str:
+    if saved.is_module and len(path) == 1 and isinstance(path[0], str):
+        return names.of_module(path[0])
+    return name_path(state, path)
+
+
 def _make_targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = False) -> dict[str, torch.Tensor]:
     """Tensors like those that the object holds now, sharded as they are; new ones for names that it does not hold.
 
     `whole`: the object is a tensor, so the bytes go into it and must fit.
     """
-    held = {name: leaf for name, leaf in names.walk_leaves(state, is_leaf) if is_tensor(leaf)}
+    held = {name: leaf for name, leaf in _name_leaves(saved, state) if is_tensor(leaf)}
     found: dict[str, torch.Tensor] = {}
     for name, tensor in saved.tensors.items():
         mine = held.get(name)
