@@ -9,9 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.exchange import exporting, importing  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
@@ -91,3 +93,37 @@ def test_what_was_saved_as_a_module_is_restored_as_its_state_dictionary(tmp_path
     average = Average({})
     everstep.load_into(tmp_path / "store", model=average)
     assert_equal(average.weights, model.state_dict())
+
+
+def test_a_dictionary_that_nests_a_module_s_names_is_filled_as_it_is(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        ckpt.save(1)
+    weight = torch.zeros(3, 2)
+    nested: dict[str, Any] = {"0": {"weight": weight}, "more": 1}
+    assert everstep.load_into(tmp_path / "store", model=nested).kept == ("model.more",)
+    assert nested["0"]["weight"] is weight
+    assert torch.equal(weight, model[0].weight)
+    assert nested.keys() == {"0", "1", "more"}
+    assert_equal(nested["1"], model[1].state_dict())
+
+
+def test_an_optimizer_is_not_restored_into_what_is_none(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=torch.optim.Adam(model.parameters()))
+        ckpt.save(1)
+    for other in ({}, {"state": {}, "param_groups": []}, Average({})):
+        with pytest.raises(StateMismatch, match="optimizer is an optimizer in the checkpoint"):
+            everstep.load_into(tmp_path / "store", optimizer=other)
+
+
+def test_an_object_cannot_be_imported_under_the_name_of_ranks(tmp_path: Path) -> None:
+    torch.save(weights(), tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="'rank' cannot be imported"):
+        importing.import_torch(tmp_path / "file.pt", tmp_path / "store", name="rank")
+    save_file({"a": torch.ones(1)}, tmp_path / "file.safetensors")
+    with pytest.raises(CheckpointError, match="'rank' cannot be imported"):
+        importing.import_safetensors(tmp_path / "file.safetensors", tmp_path / "store", name="rank")
+    assert not (tmp_path / "store").exists()

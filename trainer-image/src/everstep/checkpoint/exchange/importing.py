@@ -14,7 +14,13 @@ import torch
 from everstep.checkpoint.catalog.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.exporting import FORMAT_KEY
-from everstep.checkpoint.exchange.state_dicts import OptimizerOrder, leave_out_unwanted, name_leaves, split_objects
+from everstep.checkpoint.exchange.state_dicts import (
+    OptimizerOrder,
+    check_object_name,
+    leave_out_unwanted,
+    name_leaves,
+    split_objects,
+)
 from everstep.checkpoint.format.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.format.manifest import CHUNK, Key, get_itemsize
 from everstep.checkpoint.format.user_metadata import pack_metadata
@@ -118,6 +124,7 @@ def import_safetensors(
     """
     from safetensors import SafetensorError, safe_open
 
+    check_object_name(name)
     found = Path(path)
     files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
     if not files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -152,7 +153,7 @@ class Saved:
         """
         if self.is_module and description is None:
             return self._build_module_state(tensors)
-        leaves: dict[str, Any] = {name: self.value(name) for name in self.values if name != KIND}
+        leaves: dict[str, Any] = {name: self.value(name) for name in self.values if not is_description(name)}
         for name in self.tensors:
             leaves[name] = with_bytes(leaves.get(name), tensors[self.full(name)])
         return build_structure(leaves, self.description if description is None else description)
@@ -171,7 +172,7 @@ class Saved:
         """Tell whether this is what a module was, or what was imported from a dictionary of tensors by their names."""
         return (self.description or {}).get("is") == MODULE
 
-    @property
+    @cached_property  # it has the order of all keys of a table, which may be many
     def description(self) -> dict[str, Any] | None:
         """Return what the object is and how its state is built; None in an older checkpoint or for an object's part."""
         found: dict[str, Any] | None = self.value_or(KIND, None)

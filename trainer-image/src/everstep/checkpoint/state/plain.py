@@ -30,7 +30,7 @@ from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, se
 from everstep.checkpoint.state.loaders import begin_loader, check_position
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself, why_not_written
 from everstep.checkpoint.state.nesting import check_nesting
-from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe_structure
+from everstep.checkpoint.state.structure import KIND, OPTIMIZER, STATEFUL, VALUE, describe_structure
 
 _EPOCHS = "epochs"  # of a loader's samplers
 _SCALER = ("torch.amp.grad_scaler", "GradScaler")
@@ -71,6 +71,7 @@ class StatefulObject:
         yield names.join_segments(self.prefix, KIND), describe_structure(STATEFUL, state, is_leaf, **more)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
+        _check_is_no_optimizer(saved, problems)
         # Of another class it would be taken without a word: a scheduler updates its __dict__.
         theirs = (saved.description or {}).get("class", {})
         if why := why_other_class(self.prefix, describe_stateful(self._inner), theirs):
@@ -120,6 +121,7 @@ class StateValue:
         return names.walk_leaves(dict(self.value) if plain else self.value, is_leaf, self.prefix)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
+        _check_is_no_optimizer(saved, problems)
         self._check_tied(saved, problems)
         if is_tensor(self.value) and "" not in saved.tensors:
             problems.append(f"{self.prefix} is no tensor in the checkpoint")
@@ -260,11 +262,22 @@ def _says_order(saved: Saved) -> bool:
     return saved.description is not None and not saved.is_module
 
 
+def _is_flat(saved: Saved, live: Any) -> bool:
+    """Tell whether a state is a module's, by the names of its tensors, and not nested here.
+
+    An import takes any dictionary of tensors for a module's: nothing in a file says whether a script will give a
+    module, or a dictionary of averaged weights.
+    """
+    if not (saved.is_module and isinstance(live, Mapping)):
+        return False
+    return not any("." in name and name in saved.tensors for name, _ in names.walk_leaves(live, is_leaf))
+
+
 def _nest_as(live: Any, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the nested state that was saved; that of a module in the order, and as the kind, of what is there now."""
+    if not _is_flat(saved, live):
+        return saved.nested(tensors, {} if saved.is_module else None)
     loaded = saved.nested(tensors)
-    if not (saved.is_module and isinstance(live, Mapping)):
-        return loaded
     ordered = [*(key for key in live if key in loaded), *(key for key in loaded if key not in live)]
     for key in ordered:
         loaded.move_to_end(key)
@@ -272,20 +285,24 @@ def _nest_as(live: Any, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> An
 
 
 def _name_leaves(saved: Saved, state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a state with the names that the checkpoint has for them.
-
-    A module's names are paths, and the keys of its state are such names. An import takes any dictionary of tensors for
-    one: nothing in a file says whether a script will give a module, or a dictionary of averaged weights.
-    """
-    if saved.is_module and isinstance(state, Mapping):
+    """Yield the leaves of a state with the names that the checkpoint has for them."""
+    if _is_flat(saved, state):
         return ((names.of_module(key), leaf) for key, leaf in state.items() if isinstance(key, str))
     return names.walk_leaves(state, is_leaf)
 
 
 def _name_path(saved: Saved, state: Any, path: tuple[Any, ...]) -> str:
-    if saved.is_module and len(path) == 1 and isinstance(path[0], str):
+    if len(path) == 1 and isinstance(path[0], str) and _is_flat(saved, state):
         return names.of_module(path[0])
     return name_path(state, path)
+
+
+def _check_is_no_optimizer(saved: Saved, problems: list[str]) -> None:
+    if (saved.description or {}).get("is") == OPTIMIZER:
+        problems.append(
+            f"{saved.prefix} is an optimizer in the checkpoint, whose state belongs to names of parameters, and is "
+            "none here: give the optimizer itself, or another name"
+        )
 
 
 def _make_targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = False) -> dict[str, torch.Tensor]:
