@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ SMALL_BODY = 4 * 1024
 SEND_SECONDS = 10.0  # to send a request, for strangers from the first moment
 IDLE_SECONDS = 75.0  # between the requests of a known caller
 MAX_CONNECTIONS = 128
+ACCEPTED_AT_ONCE = 16  # in one turn of the loop; it takes a few turns until one can be dropped
+WAITING_CONNECTIONS = 1024  # in the kernel, until they are accepted: all agents of a large job may come at once
 
 _REASONS = {
     101: "Switching Protocols",
@@ -113,8 +116,13 @@ class HttpServer:
 
     async def start(self, host: str | None, port: int) -> int:
         """Listen, and return the port (for port 0)."""
-        server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD, backlog=1024)
+        # `backlog` is also how many are accepted in one turn of the loop, before any of them can be dropped. Each takes
+        # a file, and without a free one no fencing token is written.
+        server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD, backlog=ACCEPTED_AT_ONCE)
         self._server = server
+        for listening in server.sockets:
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(WAITING_CONNECTIONS)
         return int(server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
@@ -142,7 +150,7 @@ class HttpServer:
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # the caller went away, or this process does
         finally:
-            del self._connections[writer]
+            self._connections.pop(writer, None)
             writer.close()
 
     def _make_room(self) -> bool:
@@ -151,6 +159,7 @@ class HttpServer:
         stranger = next((c for c in self._connections.values() if not c.known), None)
         if stranger is None:
             return False
+        del self._connections[stranger.writer]  # at once: the next one may come before this one's task has ended
         stranger.writer.transport.abort()
         return True
 
