@@ -255,13 +255,17 @@ async def test_strangers_who_come_at_once_leave_an_agent_files_to_open(agents: l
             strangers.append(socket.socket())
             strangers[-1].setblocking(False)
             strangers[-1].connect_ex((host, int(port)))
-        before = len([*Path("/proc/self/fd").iterdir()])
+        before = _count_open_files()
         while sum(map(_is_closed, strangers)) < 3 * most:
-            assert len([*Path("/proc/self/fd").iterdir()]) - before < 2 * most
+            assert _count_open_files() - before < 2 * most
             await asyncio.sleep(0)
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def _count_open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def _is_closed(connection: socket.socket) -> bool:

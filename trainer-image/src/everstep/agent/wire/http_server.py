@@ -120,9 +120,7 @@ class HttpServer:
         # a file, and without a free one no fencing token is written.
         server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD, backlog=ACCEPTED_AT_ONCE)
         self._server = server
-        for listening in server.sockets:
-            with socket.socket(fileno=os.dup(listening.fileno())) as same:
-                same.listen(WAITING_CONNECTIONS)
+        lengthen_queue(server)
         return int(server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
@@ -292,6 +290,17 @@ def _is_signed(headers: Mapping[str, str]) -> bool:
     """Tell whether the head has all that a signed request has. Whether it is right, only the whole request shows."""
     nonces = (headers.get(name.lower(), "") for name in (auth.NONCE_HEADER, auth.CLIENT_HEADER))
     return all(map(auth.is_nonce, nonces)) and bool(headers.get(auth.MAC_HEADER.lower()))
+
+
+def lengthen_queue(server: asyncio.Server) -> None:
+    """Have more connections wait in the kernel than are accepted at once.
+
+    Args:
+        server: Its `backlog` stays the number of connections that it accepts in one turn of the loop.
+    """
+    for listening in server.sockets:
+        with socket.socket(fileno=os.dup(listening.fileno())) as same:
+            same.listen(WAITING_CONNECTIONS)
 
 
 def enable_keep_alive(writer: asyncio.StreamWriter) -> None:
