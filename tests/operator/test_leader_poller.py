@@ -15,14 +15,13 @@ from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from e2e.cluster.ports import free_ports
-from everstep_operator.cluster import leader_poller
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.leader_poller import COMMAND_AGAIN_SECONDS, LeaderAnswerError, LeaderPoller
 from everstep_operator.plan.actions import LeaderPoll, PushPeers, StopLeader
 from everstep_operator.settings import OperatorSettings
 from tests.integration.world import FakeLeader, until
-from tests.operator.odd_leaders import serve_endless_leader, serve_leader
+from tests.operator.odd_leaders import serve_leader
 
 KEY = ("ns", "digits")
 TOKEN = bytes(range(32))
@@ -307,65 +306,6 @@ async def test_forged_and_oversized_answers_are_no_answers(woken: Woken, forged:
     woken.poller.ensure_polled(KEY, LeaderPoll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
     await reachable(woken, False)
     await runner.cleanup()
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 100 Continue\r\n\r\n" * 1000,
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1;e=" + b"e" * 100_000,
-        b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 100_000,
-    ],
-    ids=["informational", "extension", "headers"],
-)
-async def test_an_answer_without_end_is_not_read(woken: Woken, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    """Ten leaders that answered so kept the event loop for seconds at a time, at no cost to their namespace."""
-    monkeypatch.setattr(leader_poller, "ANSWER_SECONDS", 3600.0)
-    server, port = await serve_endless_leader(answer)
-    before = failed_polls()
-    woken.poller.ensure_polled(KEY, LeaderPoll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
-
-    async def asked() -> bool:
-        return failed_polls() >= before + 3
-
-    await until(asked, "three rejected answers")
-    server.close()
-
-
-async def test_a_leader_that_has_closed_an_idle_connection_is_asked_on_another(
-    woken: Woken, leader: FakeLeader
-) -> None:
-    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
-    await reachable(woken)
-    before = failed_polls()
-    await leader.stop()
-    again = await FakeLeader(TOKEN, leader.address, leader.port, epoch=1).start()
-    try:
-        await again.say(generation=7)
-
-        async def news() -> bool:
-            view = woken.poller.view(KEY, "pod-a")
-            return view is not None and view.generation == 7
-
-        await until(news, "the state of the leader that was started again")
-        assert failed_polls() - before <= 1
-    finally:
-        await woken.poller.close()
-        await again.stop()
-
-
-@pytest.mark.parametrize("incarnation", ["a b", "a\r\nX: y", "é&wait=0", "x" * 64])
-async def test_whatever_a_leader_calls_itself_it_is_asked_again(
-    woken: Woken, leader: FakeLeader, incarnation: str
-) -> None:
-    await leader.say(incarnation=incarnation)
-    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
-
-    async def asked_again() -> bool:
-        return len(leader.asked("state")) > 1
-
-    await until(asked_again, "the second poll")
-    assert all(set(query) == {"after", "wait", "charged", "allowance"} for _, _, query, _ in leader.asked("state"))
 
 
 async def test_answers_of_a_million_lists_are_never_parsed(woken: Woken, monkeypatch: pytest.MonkeyPatch) -> None:

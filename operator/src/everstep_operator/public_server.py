@@ -34,7 +34,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class PublicAnswer:
-    """What a route answers."""
+    """An answer of a route."""
 
     status: int
     body: bytes
