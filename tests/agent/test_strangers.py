@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from everstep.agent.wire import http_server
+from everstep.agent.wire import auth, http_server
 from everstep.cli.leader_client import LeaderClient
 
 from .fakes import TOKEN, Agent, gang, leader_of, until
@@ -62,6 +64,50 @@ async def test_strangers_who_come_at_once_leave_an_agent_files_to_open(agents: l
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+async def test_a_stranger_leaves_however_often_it_asks_for_a_challenge(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is that of the connection, not of each request."""
+    monkeypatch.setattr(http_server, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(http_server, "MAX_CHALLENGES", 1_000_000)
+    host, _, port = agents[0].address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+
+    async def ask_for_ever() -> None:
+        while True:
+            writer.write(b"GET /v1/challenge HTTP/1.1\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"HTTP/1.1 408"):
+                return
+            await reader.readuntil(b"}")
+            await asyncio.sleep(0.1)
+
+    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        await asyncio.wait_for(ask_for_ever(), 60)
+    writer.close()
+
+
+async def test_a_stranger_gets_few_challenges_and_a_known_caller_as_many_as_it_wants(agents: list[Agent]) -> None:
+    host, _, port = agents[0].address.rpartition(":")
+    ask = b"GET /v1/challenge HTTP/1.1\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(ask * 1000)
+    heard = await asyncio.wait_for(reader.read(), 60)
+    assert heard.count(b"HTTP/1.1 200") == http_server.MAX_CHALLENGES
+    writer.close()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(ask)
+    await reader.readuntil(b"\r\n\r\n")
+    nonce = json.loads(await reader.readuntil(b"}"))["nonce"]
+    proof = auth.request_headers(TOKEN, "GET", "/v1/state", nonce, auth.new_nonce(), b"")
+    head = "".join(f"{name}: {value}\r\n" for name, value in proof.items())
+    writer.write(f"GET /v1/state HTTP/1.1\r\n{head}\r\n".encode() + ask * 100)
+    for _ in range(101):
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).startswith(b"HTTP/1.1 200")
+        await reader.readuntil(b"}")
+    writer.close()
 
 
 def _count_open_files() -> int:

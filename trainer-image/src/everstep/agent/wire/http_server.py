@@ -25,7 +25,8 @@ MAX_BODY = 1024 * 1024  # of a caller that has proved itself on this connection
 MAX_FIRST_BODY = 256 * 1024  # of any other: a table of the addresses of 4,096 nodes has room in it
 MAX_FIRST_BODIES = 1024 * 1024  # of all these together, but for small ones
 SMALL_BODY = 4 * 1024
-SEND_SECONDS = 10.0  # to send a request, for strangers from the first moment
+SEND_SECONDS = 10.0  # to send a request, for strangers from the first moment until they are known
+MAX_CHALLENGES = 8  # that a stranger may ask for on one connection
 IDLE_SECONDS = 75.0  # between the requests of a known caller
 MAX_CONNECTIONS = 128
 ACCEPTED_AT_ONCE = 16  # in one turn of the loop; it takes a few turns until one can be dropped
@@ -98,7 +99,13 @@ Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 @dataclass
 class _Connection:
     writer: asyncio.StreamWriter
+    opened: float
     known: bool = False
+    challenges: int = 0
+
+    def seconds_left(self, of_known: float, now: float) -> float:
+        """Return how long to wait for what the caller sends next; `of_known` if it has proved itself."""
+        return of_known if self.known else max(0.0, self.opened + SEND_SECONDS - now)
 
 
 class HttpServer:
@@ -133,7 +140,7 @@ class HttpServer:
         if not self._make_room():
             writer.transport.abort()
             return
-        connection = self._connections[writer] = _Connection(writer)
+        connection = self._connections[writer] = _Connection(writer, self._clock())
         try:
             enable_keep_alive(writer)
             while True:
@@ -163,11 +170,14 @@ class HttpServer:
 
     async def _exchange(self, reader: asyncio.StreamReader, connection: _Connection) -> Upgrade | None:
         """Serve one request. Raises HttpError for what ends the connection."""
-        head = await asyncio.wait_for(_read_head(reader), IDLE_SECONDS if connection.known else SEND_SECONDS)
+        head = await asyncio.wait_for(_read_head(reader), connection.seconds_left(IDLE_SECONDS, self._clock()))
         method, target, headers = _parse_head(head)
         if method == "GET" and target == "/v1/challenge":
             if _body_length(headers) > 0:
                 raise HttpError(413, "a challenge is asked for without a body")
+            connection.challenges += 1
+            if connection.challenges > MAX_CHALLENGES and not connection.known:
+                raise HttpError(400, "so many challenges and no request")
             nonce = self._challenges.issue(self._clock())
             await self._answer(connection, HttpResponse.of({"nonce": nonce}), None)
             return None
@@ -197,7 +207,8 @@ class HttpServer:
                 oldest.transport.abort()
             self._first_bodies[connection.writer] = length
         try:
-            return await asyncio.wait_for(reader.readexactly(length), SEND_SECONDS)
+            left = connection.seconds_left(SEND_SECONDS, self._clock())
+            return await asyncio.wait_for(reader.readexactly(length), left)
         finally:
             if counted:
                 self._first_bodies.pop(connection.writer, None)
