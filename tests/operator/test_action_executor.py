@@ -34,8 +34,8 @@ from everstep_operator.plan.actions import (
     PodRef,
 )
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import PlanSettings
 from everstep_operator.plan.operator_keys import make_secret_name
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_owner_reference
 from tests.builders import job
 

@@ -22,7 +22,8 @@ from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.work_queue import WorkQueue
-from everstep_operator.plan.observation import GangView, PlanSettings
+from everstep_operator.plan.observation import GangView
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.reconcile import Reconciler
 from tests.builders import CREATED, job
 

@@ -17,7 +17,7 @@ from everstep_operator.cluster.resources import NODES, PODS
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.plan import template
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from tests.builders import job
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from everstep_operator.plan import plain_mode, template
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import JobBuilder, job, pool
 

@@ -42,12 +42,12 @@ from everstep_operator.plan.observation import (
     ContainerEnd,
     GangView,
     Observation,
-    PlanSettings,
     PodView,
     Rejection,
     TerminationMessage,
     token_secret_name,
 )
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
 from tests.builders import CREATED
 from tests.plan.simulated_leader import SimulatedLeader

@@ -41,7 +41,7 @@ from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.watch import KopfWatch, RawObject
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan.node_signals import index_rules
-from everstep_operator.plan.observation import PlanSettings as PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings as PlanSettings
 from everstep_operator.reconcile import Reconciler
 from everstep_operator.settings import OperatorSettings
 

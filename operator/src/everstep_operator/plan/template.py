@@ -32,9 +32,10 @@ from everstep_operator.plan.checkpoint_volumes import (
 from everstep_operator.plan.folder_publisher import build_folder_containers, find_hidden_folder, mount_program_folder
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, PlanSettings, token_secret_name
+from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, token_secret_name
 from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.overlay import merge_overlay, normalize_mount_path
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference, make_template_name
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
 from everstep_operator.plan.template_field_types import find_misshapen_field
