@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Self
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.restart import ExitCodeAction
@@ -426,7 +427,7 @@ class World:
     def phase(self) -> str:
         return str(self.job.status.phase or "")
 
-    def run(self, *until: str, limit: float = 300.0, step: float = 1.0) -> World:
+    def run(self, *until: str, limit: float = 300.0, step: float = 1.0) -> Self:
         """Let healthy time pass, with a reconcile in each step, until the job is in one of these phases."""
         deadline = self.now + limit
         self.reconcile()

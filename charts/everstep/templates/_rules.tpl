@@ -32,6 +32,13 @@ and never reads one.
   verbs: [create, list]
 {{- end -}}
 
+{{- /* There too, where jobs get PodDisruptionBudgets. */ -}}
+{{- define "everstep.budgetRules" -}}
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [create, get, list, delete]
+{{- end -}}
+
 {{- /* What has no namespace. */ -}}
 {{- define "everstep.clusterRules" -}}
 - apiGroups: [everstep.dev]

@@ -273,6 +273,7 @@ class Reconciler:
             silent_nodes=self.leases.list_silent_nodes(),
             avoided_nodes=await self.node_failures.list_avoided(key[0]),
             places=self.count_places(key, job),
+            budget=self.actor.budgets.find(key),
             scale_up_at=memory.scale_up_at,
         )
 

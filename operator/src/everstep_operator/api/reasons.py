@@ -67,6 +67,12 @@ class Reason(StrEnum):
         "A request for the job fails repeatedly; the operator retries after pauses of up to a minute.",
     )
 
+    BUDGET_REJECTED = (
+        "DisruptionBudgetRejected",
+        "The job's PodDisruptionBudget cannot be created or deleted; the message says why. The job runs without it, or "
+        "drains of its nodes wait until somebody deletes it.",
+    )
+
     # Progress of a job
     CREATED = "Created", "The job was accepted; its objects are being created."
     WAITING_FOR_CAPACITY = "WaitingForCapacity", "Not all pods have a node yet."

@@ -158,6 +158,16 @@ class GangView:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetView:
+    """A PodDisruptionBudget of the name that the job's has."""
+
+    name: str
+    uid: str
+    owner: str  # UID of the controller owner reference
+    min_available: int | None  # None: not a number
+
+
+@dataclass(frozen=True, slots=True)
 class Rejection:
     """The API server refused an action in this very reconcile; the plan is made again with this knowledge."""
 
@@ -187,6 +197,7 @@ class Observation:
     silent_nodes: tuple[str, ...] = ()  # of any job; the scheduler may take them for Ready for a minute
     avoided_nodes: tuple[str, ...] = ()  # on which jobs have failed before
     places: int | None = None  # pods of the set that today's nodes could hold, up to those wanted; None: unknown
+    budget: BudgetView | None = None  # None: there is none, or the operator makes none
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
 
     @cached_property

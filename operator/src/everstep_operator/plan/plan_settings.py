@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+
+# Keep node autoscalers from removing a machine under a job to save money: one pod less stops all ranks. Cluster
+# Autoscaler (also GKE's), and Karpenter.
+GUARD_ANNOTATIONS: Mapping[str, str] = MappingProxyType(
+    {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,9 @@ class PlanSettings:
             f"app.kubernetes.io/{name}" for name in ("name", "part-of", "component", "version")
         }  # never "instance": Argo CD's
     )
+
+    pod_annotations: Mapping[str, str] = field(default_factory=lambda: GUARD_ANNOTATIONS)  # unless the template's
+    disruption_budget: bool = False  # a PodDisruptionBudget guards each running job
 
     @property
     def operator_keys(self) -> tuple[bytes, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
 from everstep_operator.plan import (
+    disruption_budget,
     gang,
     job_outcome,
     node_loss,
@@ -48,13 +49,14 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         return JobPlan()
     if s.phase.finished:
         actions, look = ttl.plan_after_end(s)
-        return JobPlan(s.status, actions=tuple(actions), requeue_at=look)
+        return JobPlan(s.status, actions=(*disruption_budget.lift_budget(s), *actions), requeue_at=look)
     account = restart_budget.charge_ended_generations(s, over=job_outcome.find_outcome(s) is not None)
     begun = start_failures.count_start_failures(s)
     decision = node_notices.leave_noticed_nodes(s, _decide_next(s, account, begun))
     if not decision.phase.finished:
         buried, later = node_trouble.force_delete_lost_pods(s)
         decision = decision.with_actions(buried).requeue_at(later)
+    decision = disruption_budget.guard_pods(s, decision)
     decision = decision.requeue_at(account.retry_at, s.degraded_at if not s.degraded else None)
     status, events, due = build_status(s, decision)
     looks = [*decision.requeue, *([due] if due is not None else [])]

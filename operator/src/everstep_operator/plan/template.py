@@ -125,7 +125,8 @@ def resolve_template(
     labels = {**copied, **meta.labels}
     if pool is not None:
         labels[LABEL_CAPACITY] = pool.spec.capacity_type
-    pod = {"metadata": {"labels": labels, "annotations": dict(meta.annotations)}, "spec": spec}
+    annotations = {**settings.pod_annotations, **meta.annotations}
+    pod = {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
     return FrozenTemplate(epoch=epoch, pod=pod, job=config)
 
 
