@@ -290,7 +290,7 @@ class Reconciler:
         if frozen is None or not is_waiting(job):
             self.nodes.forget(key)
             return None
-        return self.nodes.count_places(key, job.metadata.uid, frozen.epoch, frozen.pod, job.spec.num_nodes)
+        return self.nodes.count_places_of_set(key, job.metadata.uid, frozen, job.spec.num_nodes)
 
     async def read_and_count_places(self, key: Key, job: TrainingJob) -> int | None:
         """Like `count_places`, with the job's template read first: an operator that has just started knows none."""

@@ -82,6 +82,11 @@ class TrainingPool(StoredResource):
         """Return the machine type that programs see."""
         return self.spec.instance_type or self.metadata.name
 
+    @property
+    def is_on_demand(self) -> bool:
+        """Return whether the provider does not reclaim the nodes."""
+        return self.spec.capacity_type == "on-demand"
+
     def allows(self, namespace: str) -> bool:
         """Return whether jobs of ``namespace`` may use the pool."""
         return ALL_NAMESPACES in self.spec.allowed_namespaces or namespace in self.spec.allowed_namespaces

@@ -35,6 +35,11 @@ class Reason(StrEnum):
         "The pool does not allow this namespace; ask its owner or use another pool.",
     )
     POOL_NOT_FOUND = "PoolNotFound", "No TrainingPool of that name exists; the job waits for it."
+    NO_ON_DEMAND_POOL = (
+        "NoOnDemandPool",
+        "spec.minOnDemand needs a TrainingPool of capacityType on-demand, and none of the job's pools is one; name one "
+        "more, or set minOnDemand to 0.",
+    )
     NOT_PERMITTED = (
         "NotPermitted",
         "The pod template requests something that the operator's configuration does not allow.",

@@ -79,6 +79,7 @@ class ConditionType(StrEnum):
     DEGRADED = "Degraded"
     NODES_HEALTHY = "NodesHealthy"
     CHECKPOINT_STALE = "CheckpointStale"
+    CAPACITY_AVAILABLE = "CapacityAvailable"
 
 
 class Condition(StatusModel):
@@ -104,10 +105,17 @@ class TemplateStatus(StatusModel):
     """The epoch at which the whole set was last resolved: first start, resume, next pool, plain mode."""
     pool: str = Field(default="", max_length=253)
     """The TrainingPool in use; empty when the job names none."""
+    on_demand_pool: str = Field(default="", max_length=253)
+    """The TrainingPool of the first `minOnDemand` pods, where it is another one; else empty."""
     plain: bool = False
     """Whether the pods run without the agent."""
     spec_hash: str = Field(default="", max_length=64)
     """Hash of the pods' part of the spec at that epoch, without defaults; empty if an older operator resolved it."""
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Return the names of all pools in use."""
+        return tuple(name for name in (self.pool, self.on_demand_pool) if name)
 
 
 class TrainingProgress(StatusModel):

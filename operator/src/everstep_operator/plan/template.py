@@ -56,6 +56,7 @@ _REFERENCES = {
 }
 _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
+_ON_DEMAND = "on-demand.json"
 _SIGNATURE = "signature"  # in the data, which nobody can change once it is there
 _TOO_MANY_PLAIN = (
     f"numNodes is {{nodes}}, and without the agent a job has at most {plain_mode.MAX_NODES} nodes, since each pod "
@@ -139,6 +140,8 @@ def build_config_map(job: TrainingJob, frozen: FrozenTemplate, key: bytes) -> di
         key: The operator key.
     """
     data = {"job.json": _encode_json(frozen.job), "template.json": _encode_json(frozen.pod)}
+    if frozen.on_demand is not None:
+        data[_ON_DEMAND] = _encode_json({"count": frozen.num_on_demand, "template": frozen.on_demand})
     if frozen.job.get("plain"):
         data |= plain_mode.build_plain_files(frozen.job)
     data[_SIGNATURE] = _sign_template(data, job.metadata.namespace or "", job.metadata.uid, frozen.epoch, key)
@@ -208,11 +211,10 @@ def read_frozen_template(
         return None
     try:
         pod, config = json.loads(content["template.json"]), json.loads(content["job.json"])
-    except (KeyError, TypeError, ValueError):
+        first = json.loads(content.get(_ON_DEMAND, "{}"))
+        return FrozenTemplate(epoch, {**pod}, {**config}, first.get("template"), first.get("count", 0))
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return (
-        FrozenTemplate(epoch=epoch, pod=pod, job=config) if isinstance(pod, dict) and isinstance(config, dict) else None
-    )
 
 
 def _sign_template(data: Mapping[str, str], namespace: str, uid: str, epoch: int, key: bytes) -> str:
