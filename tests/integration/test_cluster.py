@@ -354,6 +354,7 @@ async def test_the_rights_used_are_those_of_the_table(control_plane: ControlPlan
         ("list", "", "events"),
         ("update", "", "configmaps"),
     }  # used in test_nodes.py, by a user with these rights only
+    rare |= {("get", "", "persistentvolumeclaims")}  # of jobs that mount one
     # By operators whose jobs get budgets: test_drains.py.
     rare |= {(right.verb, right.group, right.resource) for right in USED_PERMISSIONS if right.scope == "budgets"}
 

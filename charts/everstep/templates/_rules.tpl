@@ -27,6 +27,10 @@ and never reads one.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [create, get, list, delete]
+# Whether a claim that a job mounts can be mounted on several nodes.
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, list]

@@ -32,6 +32,7 @@ from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.status_writer import StatusWriter
 from everstep_operator.cluster.unlisted_pods import UnlistedPods
+from everstep_operator.cluster.volume_claims import VolumeClaims
 from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan import make_plan, pod_creation
@@ -101,6 +102,7 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         self.statuses = StatusWriter(self.client)
+        self.claims = VolumeClaims(self.client)
         self.unlisted = UnlistedPods(self.client, self.cache, self.actor.requests)
 
     async def reconcile(self, key: Key) -> Rejection | None:
@@ -273,6 +275,7 @@ class Reconciler:
             silent_nodes=self.leases.list_silent_nodes(),
             avoided_nodes=await self.node_failures.list_avoided(key[0]),
             places=self.count_places(key, job),
+            claims=await self.claims.read(key[0], job.metadata.uid, frozen),
             budget=self.actor.budgets.find(key),
             scale_up_at=memory.scale_up_at,
         )
@@ -434,6 +437,7 @@ class Reconciler:
         known = self._memories.pop(key, None)
         for each in {uid, known.uid if known is not None else uid}:
             self.frozen.forget(each)
+            self.claims.forget(each)
         self.queue.discard(key)
 
 

@@ -58,6 +58,13 @@ class Reason(StrEnum):
         "QuotaExceeded",
         "The namespace's quota rejects the pods, or another object of the job; the job waits.",
     )
+    READ_WRITE_ONCE = (
+        "ReadWriteOnce",
+        "Pods of the job mount a PersistentVolumeClaim that one node can mount at a time: pods on other nodes wait "
+        "for it for ever, or after a lost node for at least six minutes. Use one that is ReadWriteMany, or an object "
+        "store.",
+    )
+    VOLUMES_SHARED = "VolumesShared", "The job's pods mount no claim any more that one node can mount at a time."
     STATUS_REFUSED = (
         "StatusRefused",
         "The API server rejects the status; the operator writes it without progress and last failure.",

@@ -80,6 +80,7 @@ class ConditionType(StrEnum):
     NODES_HEALTHY = "NodesHealthy"
     CHECKPOINT_STALE = "CheckpointStale"
     CAPACITY_AVAILABLE = "CapacityAvailable"
+    VOLUMES_SHARED = "VolumesShared"
 
 
 class Condition(StatusModel):
@@ -362,3 +363,8 @@ class TrainingJobStatus(StatusModel):
         """Return whether the condition is set and True."""
         found = self.condition(kind)
         return found is not None and found.status == "True"
+
+    def is_false(self, kind: ConditionType) -> bool:
+        """Return whether the condition is set and False."""
+        found = self.condition(kind)
+        return found is not None and found.status == "False"

@@ -30,6 +30,7 @@ USED_PERMISSIONS: frozenset[Permission] = frozenset(
         *_make_permissions("jobs", "", "services", "create", "get"),
         *_make_permissions("jobs", "", "secrets", "create", "delete"),  # never get: a token is derived, not read
         *_make_permissions("jobs", "", "configmaps", "create", "get", "list", "delete"),
+        *_make_permissions("jobs", "", "persistentvolumeclaims", "get"),
         *_make_permissions("jobs", "", "events", "create", "list"),
         *_make_permissions("budgets", "policy", "poddisruptionbudgets", "create", "get", "list", "delete"),
         *_make_permissions("cluster", "everstep.dev", "trainingpools", "list", "watch"),

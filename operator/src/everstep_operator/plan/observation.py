@@ -197,6 +197,7 @@ class Observation:
     silent_nodes: tuple[str, ...] = ()  # of any job; the scheduler may take them for Ready for a minute
     avoided_nodes: tuple[str, ...] = ()  # on which jobs have failed before
     places: int | None = None  # pods of the set that today's nodes could hold, up to those wanted; None: unknown
+    claims: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # access modes of those that pods mount
     budget: BudgetView | None = None  # None: there is none, or the operator makes none
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
 

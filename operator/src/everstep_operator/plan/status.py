@@ -93,6 +93,9 @@ def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]
     before, nodes = (status.condition(ConditionType.NODES_HEALTHY) for status in (s.status, new))
     if nodes is not None and nodes.status == "False" and (before is None or before.reason != nodes.reason):
         events.append(JobEvent("Warning", nodes.reason, nodes.message[:1024]))
+    claims = new.condition(ConditionType.VOLUMES_SHARED)
+    if claims is not None and claims.status == "False" and not s.status.is_false(ConditionType.VOLUMES_SHARED):
+        events.append(JobEvent("Warning", claims.reason, claims.message[:1024]))
     known = s.status.disruption
     pending = known is not None and known.deadline is not None and known.leaving is None
     if known is not None and pending and new.disruption is None and new.phase in _PHASES_THAT_GO_ON:
