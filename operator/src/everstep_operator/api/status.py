@@ -326,6 +326,27 @@ class Timings(StatusModel):
     """Share of Running, without the lost part, in the time of Running and Restarting."""
 
 
+class Usage(StatusModel):
+    """Nodes that the job's pods have held, and what they cost by the prices of their pools."""
+
+    until: Time
+    """Nodes are counted up to this time: with each write of the status, at least every ten minutes."""
+    spot_nodes: Count = 0
+    """Nodes of spot capacity that pods held then."""
+    on_demand_nodes: Count = 0
+    """Nodes of on-demand capacity that pods held then."""
+    spot_node_seconds: Seconds = 0.0
+    """Time of nodes of spot capacity, each by itself."""
+    on_demand_node_seconds: Seconds = 0.0
+    """Time of nodes of on-demand capacity, each by itself."""
+    unpriced_node_seconds: Seconds = 0.0
+    """Part of both in pools without `pricePerHour`, or in none: `cost` lacks it."""
+    cost: Annotated[float, Field(ge=0)] = 0.0
+    """Price of that time, in the currency of the pools' prices."""
+    savings: float = 0.0
+    """How much more the spot nodes would have cost on demand, as far as that price is known."""
+
+
 class TrainingJobStatus(StatusModel):
     """The state of a TrainingJob."""
 
@@ -354,6 +375,7 @@ class TrainingJobStatus(StatusModel):
     transitions: list[Transition] = Field(default_factory=list, max_length=MAX_TRANSITIONS)
     """The phases so far, the newest last."""
     timings: Timings = Timings()
+    usage: Usage | None = None
 
     def condition(self, kind: ConditionType) -> Condition | None:
         """Return the condition of that type, or None if it was never set."""
