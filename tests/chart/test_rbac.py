@@ -81,6 +81,12 @@ def test_where_jobs_get_budgets_the_operator_may_make_them_and_nowhere_else(rend
     assert (held["*"], held["team-a"]) == (used("cluster"), used("jobs", "budgets"))
 
 
+def test_nodes_can_be_changed_only_where_they_may_be_marked_out_of_service(render: Render) -> None:
+    assert granted(render(outOfServiceTaint=True))["*"] == used("jobs", "cluster", "taints")
+    held = granted(render(outOfServiceTaint=True, watchNamespaces=["team-a"]))
+    assert (held["*"], held["team-a"]) == (used("cluster", "taints"), used("jobs"))
+
+
 def test_the_operator_s_own_namespace_may_be_one_of_the_watched(render: Render) -> None:
     assert granted(render(watchNamespaces=[OWN]))[OWN] == used("jobs", "own")
 

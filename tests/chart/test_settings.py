@@ -37,6 +37,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         fenceTimeoutSeconds=60,
         nodeFailureWindowSeconds=3600,
         nodeSilenceSeconds=30,
+        outOfServiceTaint=True,
         nodeSignals=[{"taint": "corp.example/reclaim", "reason": "SpotInterruption", "seconds": 60}],
         jobPods={
             "allowedServiceAccounts": ["s3-reader"],
@@ -56,6 +57,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         "fence_timeout": 60,
         "node_failure_window": 3600,
         "node_silence": 30,
+        "out_of_service_taint": True,
         "node_signals": (NodeSignalSetting(taint="corp.example/reclaim", reason="SpotInterruption", seconds=60),),
         "allowed_service_accounts": ("s3-reader",),
         "allowed_host_fields": ("hostNetwork",),

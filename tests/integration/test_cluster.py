@@ -355,8 +355,9 @@ async def test_the_rights_used_are_those_of_the_table(control_plane: ControlPlan
         ("update", "", "configmaps"),
     }  # used in test_nodes.py, by a user with these rights only
     rare |= {("get", "", "persistentvolumeclaims")}  # of jobs that mount one
-    # By operators whose jobs get budgets: test_drains.py.
-    rare |= {(right.verb, right.group, right.resource) for right in USED_PERMISSIONS if right.scope == "budgets"}
+    # By operators with these settings: test_drains.py, test_out_of_service.py.
+    optional = [right for right in USED_PERMISSIONS if right.scope in ("budgets", "taints")]
+    rare |= {(right.verb, right.group, right.resource) for right in optional}
 
     async def all_used() -> bool:
         seen = _requests(control_plane.audit_log.read_text())

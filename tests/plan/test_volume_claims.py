@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from everstep_operator.api.status import ConditionType
+from everstep_operator.plan.actions import Action, DeletePods, MarkOutOfService
 from everstep_operator.plan.observation import Observation
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.volume_claims import list_claim_names
 from tests.builders import JobBuilder, job
 from tests.plan.world import World
@@ -20,6 +22,11 @@ class ClaimWorld(World):
     def __init__(self, built: JobBuilder, **claims: tuple[str, ...]) -> None:
         super().__init__(built.build())
         self.claims = claims
+        self.acted: list[Action] = []
+
+    def _act(self, action: Action) -> None:
+        self.acted.append(action)
+        super()._act(action)
 
     def observe(self, **fields: Any) -> Observation:
         observed = super().observe(**fields)
@@ -74,3 +81,48 @@ def test_all_volumes_of_the_pods_count() -> None:
     again = {"name": "c", "persistentVolumeClaim": {"claimName": "x"}}
     assert list_claim_names({"spec": {"volumes": [*volumes, again]}}) == ("x",)
     assert list_claim_names({}) == ()
+
+
+RWO, RWX = ("ReadWriteOnce",), ("ReadWriteMany",)
+
+
+def lose_a_node(world: ClaimWorld) -> list[Action]:
+    """The machine of pod 1 dies; return what is done until its pod runs elsewhere."""
+    world.run("Running")
+    world.acted.clear()
+    world.silence_node(1)
+    for _ in range(120):
+        world.tick()
+        world.reconcile()
+    assert world.pods["digits-1"].node != "node-1"
+    return [a for a in world.acted if isinstance(a, MarkOutOfService | DeletePods)]
+
+
+@pytest.mark.parametrize(("modes", "allowed", "marked"), [(RWO, True, 1), (RWO, False, 0), (RWX, True, 0)])
+def test_a_dead_node_is_marked_before_its_pods_go_where_that_is_allowed_and_needed(
+    modes: tuple[str, ...], allowed: bool, marked: int
+) -> None:
+    world = ClaimWorld(job().nodes(3), data=modes)
+    world.settings = PlanSettings(out_of_service_taint=allowed)
+    done = lose_a_node(world)
+    assert [a for a in done if isinstance(a, MarkOutOfService)] == [MarkOutOfService("node-1")] * marked
+    forced = next(a for a in done if isinstance(a, DeletePods) and a.pods[0].grace_seconds == 0)
+    assert not marked or done.index(MarkOutOfService("node-1")) < done.index(forced)
+
+
+def test_a_removed_node_cannot_be_marked() -> None:
+    world = ClaimWorld(job().nodes(3), data=RWO)
+    world.settings = PlanSettings(out_of_service_taint=True)
+    world.run("Running")
+    world.remove_node(1)
+    for _ in range(60):
+        world.tick()
+        world.reconcile()
+    assert [a for a in world.acted if isinstance(a, MarkOutOfService)] == []
+
+
+def test_where_volumes_are_detached_at_once_a_job_of_one_node_is_not_warned() -> None:
+    world = ClaimWorld(job(), data=RWO)
+    world.settings = PlanSettings(out_of_service_taint=True)
+    world.run("Running")
+    assert told(world) == ""

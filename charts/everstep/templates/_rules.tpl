@@ -53,6 +53,13 @@ and never reads one.
   verbs: [get, list, watch]
 {{- end -}}
 
+{{- /* Likewise, where dead nodes may be marked out of service. */ -}}
+{{- define "everstep.taintRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [patch]
+{{- end -}}
+
 {{- /* In kube-node-lease: whether the kubelet of a silent agent's node is silent too. */ -}}
 {{- define "everstep.nodeLeaseRules" -}}
 - apiGroups: [coordination.k8s.io]

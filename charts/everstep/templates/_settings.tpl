@@ -11,6 +11,7 @@ EVERSTEP_JOB_POD_ANNOTATIONS: {{ toJson .Values.jobPods.annotations | quote }}
 EVERSTEP_DISRUPTION_BUDGET: {{ .Values.jobPods.disruptionBudget | quote }}
 EVERSTEP_FENCE_TIMEOUT: {{ .Values.fenceTimeoutSeconds | quote }}
 EVERSTEP_NODE_SILENCE: {{ .Values.nodeSilenceSeconds | quote }}
+EVERSTEP_OUT_OF_SERVICE_TAINT: {{ .Values.outOfServiceTaint | quote }}
 EVERSTEP_NODE_FAILURE_WINDOW: {{ .Values.nodeFailureWindowSeconds | quote }}
 EVERSTEP_NODE_SIGNALS: {{ toJson .Values.nodeSignals | quote }}
 EVERSTEP_KEY_SECRET: {{ .Values.operatorKey.secretName | quote }}

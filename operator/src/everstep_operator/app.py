@@ -117,6 +117,8 @@ class Operator:
                 group.create_task(self.watch.run(lambda: self._schedule_resync(STARTED_SECONDS))),
                 group.create_task(self.resync.run()),
             ]
+            if self.settings.out_of_service_taint:
+                tasks.append(group.create_task(self.reconciler.actor.taints.run(self.cache)))
             tasks += [group.create_task(self._run_worker()) for _ in range(self.workers.most)]
             await stop.wait()
             self._draining = True
@@ -269,6 +271,7 @@ def make_plan_settings(settings: OperatorSettings, agent: AgentCode, operator_ke
         copied_labels=frozenset(settings.copied_labels),
         pod_annotations=settings.job_pod_annotations,
         disruption_budget=settings.disruption_budget,
+        out_of_service_taint=settings.out_of_service_taint,
     )
 
 

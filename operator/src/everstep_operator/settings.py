@@ -94,6 +94,9 @@ class OperatorSettings(BaseModel):
     node_signals: Annotated[tuple[NodeSignalSetting, ...], BeforeValidator(_decode_json)] = ()
     """Further signals of Nodes that go away or are in trouble, as a JSON list; see `NodeSignalSetting`."""
 
+    out_of_service_taint: bool = False
+    """Whether dead nodes are marked out of service where a job waits for a volume to be detached from them."""
+
     allowed_service_accounts: NameList = ()
     """Service accounts that a job's pods may use besides `default`."""
     allowed_host_fields: NameList = ()

@@ -25,6 +25,7 @@ from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.fair_share import FairSemaphore
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
+from everstep_operator.cluster.out_of_service import OutOfServiceTaints
 from everstep_operator.cluster.resources import BUDGETS, CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
 from everstep_operator.plan import actions as act
 from everstep_operator.plan.labels import LABEL_JOB, LABEL_TEMPLATE
@@ -70,6 +71,9 @@ class ActionExecutor:
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     budgets: DisruptionBudgets
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
+
+    def __post_init__(self) -> None:
+        self.taints = OutOfServiceTaints(self.client)
 
     async def execute(
         self, job: JobRef, actions: Sequence[act.Action], *, patient: bool = True
@@ -142,6 +146,8 @@ class ActionExecutor:
                 await self._delete_stale(job, action)
             case act.EnsureBudget() | act.DeleteBudget():
                 await self._change_budget(job, action)
+            case act.MarkOutOfService():
+                await self.taints.mark(action.node)
             case act.PushPeers():
                 return self.leaders.push_peers(job.key, action.epoch, action.addresses)
             case act.StopLeader():

@@ -199,6 +199,12 @@ class Client:
         query = [("fieldManager", self._field_manager)]
         return await self._send_with_retries("patch", resource, "PATCH", path, query, body, sub="status", kind=_MERGE)
 
+    async def merge(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
+        """JSON merge patch. `body` carries the name and the resourceVersion that was read: see `merge_status`."""
+        path = resource.path(namespace, body["metadata"]["name"])
+        query = [("fieldManager", self._field_manager)]
+        return await self._send_with_retries("patch", resource, "PATCH", path, query, body, kind=_MERGE)
+
     async def replace(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
         """Send a PUT with the body's resourceVersion (the Lease)."""
         path = resource.path(namespace, body["metadata"]["name"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Scope = Literal["jobs", "budgets", "cluster", "node-leases", "own"]
+Scope = Literal["jobs", "budgets", "cluster", "taints", "node-leases", "own"]
 
 
 class Permission(NamedTuple):
@@ -14,7 +14,7 @@ class Permission(NamedTuple):
     group: str
     resource: str
     # Where jobs are (all namespaces, or the watched ones) | there, with `disruption_budget`
-    # | without a namespace | kube-node-lease | the operator's own.
+    # | without a namespace | likewise, with `out_of_service_taint` | kube-node-lease | the operator's own.
     scope: Scope
 
 
@@ -35,6 +35,7 @@ USED_PERMISSIONS: frozenset[Permission] = frozenset(
         *_make_permissions("budgets", "policy", "poddisruptionbudgets", "create", "get", "list", "delete"),
         *_make_permissions("cluster", "everstep.dev", "trainingpools", "list", "watch"),
         *_make_permissions("cluster", "", "nodes", "get", "list", "watch"),
+        *_make_permissions("taints", "", "nodes", "patch"),
         *_make_permissions("node-leases", "coordination.k8s.io", "leases", "get"),
         *_make_permissions("own", "coordination.k8s.io", "leases", "create", "get", "update"),
         *_make_permissions("own", "", "secrets", "create"),

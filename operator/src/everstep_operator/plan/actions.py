@@ -118,6 +118,14 @@ class DeleteBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkOutOfService:
+    """Set the out-of-service taint on a dead node, so that its volumes are detached. That it is rejected holds nothing
+    up: they are then detached later."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class PushPeers:
     """`POST /v1/peers` to the leader. May be asked for again and again: the runtime skips what this leader has had."""
 
@@ -159,6 +167,7 @@ Action = (
     | DeleteStaleObjects
     | EnsureBudget
     | DeleteBudget
+    | MarkOutOfService
     | PushPeers
     | StopLeader
     | RequestCheckpoint

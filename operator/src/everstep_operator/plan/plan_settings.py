@@ -41,6 +41,8 @@ class PlanSettings:
     pod_annotations: Mapping[str, str] = field(default_factory=lambda: GUARD_ANNOTATIONS)  # unless the template's
     disruption_budget: bool = False  # a PodDisruptionBudget guards each running job
 
+    out_of_service_taint: bool = False  # dead nodes whose volumes have to be detached are tainted
+
     @property
     def operator_keys(self) -> tuple[bytes, ...]:
         """Return all keys that hold, the current one first."""

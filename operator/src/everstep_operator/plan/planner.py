@@ -56,7 +56,8 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     decision = node_notices.leave_noticed_nodes(s, _decide_next(s, account, begun))
     if not decision.phase.finished:
         buried, later = node_trouble.force_delete_lost_pods(s)
-        decision = decision.with_actions(buried).requeue_at(later)
+        # First the taint: once the pods are gone, nothing tells any more that their nodes lack it.
+        decision = decision.with_actions(*node_trouble.list_nodes_to_mark(s), buried).requeue_at(later)
     decision = disruption_budget.guard_pods(s, decision)
     decision = decision.requeue_at(account.retry_at, s.degraded_at if not s.degraded else None)
     status, events, due = build_status(s, decision)

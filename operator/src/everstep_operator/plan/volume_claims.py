@@ -23,12 +23,16 @@ def list_claim_names(pod: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(claim["claimName"]) for claim in claims if claim.get("claimName")))
 
 
+def list_unshared_claims(s: PlanContext) -> dict[str, str]:
+    """Return the claims that one node can mount at a time, by name, each with its access mode."""
+    claims = s.observed.claims.items()
+    return {name: modes[0] for name, modes in claims if modes and not _SHARED_MODES.intersection(modes)}
+
+
 def describe_unshared_claims(s: PlanContext) -> str | None:
     """Return a message about claims that one node can mount at a time, and what follows; None if there are none."""
-    found = {
-        name: modes[0] for name, modes in s.observed.claims.items() if modes and not _SHARED_MODES.intersection(modes)
-    }
-    if not found:
+    found = list_unshared_claims(s)
+    if not found or (s.wanted == 1 and s.observed.settings.out_of_service_taint):
         return None
     names = ", ".join(f"{name!r} is {mode}" for name, mode in sorted(found.items()))
     if s.wanted > 1:
