@@ -333,6 +333,7 @@ async def test_a_strangers_budget_stays_and_the_job_goes_on_without_one(actor: A
     objects.there[("poddisruptionbudgets", "digits")] = theirs
     for _ in range(3):
         assert await actor.execute(JOB, [EnsureBudget(BUDGET)]) == (None, None), "no rejection"
+        await actor.budgets.refresh([None])
     assert objects.there.pop(("poddisruptionbudgets", "digits")) == theirs
     told = [body for (plural, _), body in objects.there.items() if plural == "events"]
     assert [event["reason"] for event in told] == ["DisruptionBudgetRejected"], "once"

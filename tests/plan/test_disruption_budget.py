@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from everstep_operator.api.reasons import Reason
@@ -200,3 +202,43 @@ def test_a_budget_that_somebody_has_changed_is_made_again() -> None:
     world.reconcile()
     assert world.budget is not None
     assert world.budget.min_available == 3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_in_a_storm_no_budget_outlives_its_use_and_no_drain_hangs(seed: int) -> None:
+    chance = random.Random(seed)
+    world = running(job().nodes(4).restart(application=99, infrastructure=99, maxBackoff="0s"))
+    world.saves_in = chance.choice([2.0, None])
+    cordoned: dict[str, float] = {}
+    for _ in range(400):
+        match chance.randrange(12):
+            case 0:
+                world.fail_rank()
+            case 1:
+                world.vanish(chance.randrange(4))
+            case 2 if len(cordoned) < 2 and (pod := world.pods.get(f"digits-{chance.randrange(4)}")) and pod.node:
+                cordoned.setdefault(world.cordon(pod.index), world.now)
+            case 3 if cordoned:
+                node = chance.choice(sorted(cordoned))
+                del cordoned[node]
+                world.uncordon(node)
+            case 4:
+                world.restart_operator()
+                world.leader_reachable = True
+        for node in cordoned:
+            for pod in [pod for pod in world.pods.values() if pod.node == node]:
+                world.evict(pod.index)
+        world.tick(chance.choice([1.0, 5.0]))
+        world.reconcile()
+        for node, since in cordoned.items():
+            waits = [pod for pod in world.pods.values() if pod.node == node and not pod.deleting]
+            assert not waits or world.now < since + HOLD_SECONDS + 60, (seed, node)
+    for node in cordoned:
+        world.uncordon(node)
+    pass_time(world, 120)
+    assert world.phase == "Running"
+    assert world.budget is not None
+    world.end()
+    world.run("Succeeded", limit=60)
+    world.reconcile()
+    assert world.budget is None

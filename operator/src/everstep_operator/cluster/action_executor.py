@@ -256,7 +256,7 @@ class ActionExecutor:
     async def _change_budget(self, job: JobRef, action: act.EnsureBudget | act.DeleteBudget) -> None:
         """Create or delete the job's budget. No job waits for its guard: what is rejected is told in an event, and
         tried again after the next list."""
-        if self.budgets.is_rejected(job.key, job.uid):
+        if self.budgets.is_postponed(job.key, job.uid):
             return
         try:
             if isinstance(action, act.EnsureBudget):
@@ -266,10 +266,11 @@ class ActionExecutor:
                 await self.client.delete(BUDGETS, job.namespace, action.name, uid=action.uid)
                 self.budgets.remove(job.key, action.uid)
         except StaleObject:
-            self.budgets.reject(job.key, job.uid)  # the garbage collector takes it away in time
+            self.budgets.postpone(job.key, job.uid)  # the garbage collector takes it away in time
         except (errors.NotOurs, errors.NotAuthorized, *_BY_ADMISSION) as error:
             log.warning("a PodDisruptionBudget was rejected", job=f"{job.namespace}/{job.name}", error=str(error))
-            self.budgets.reject(job.key, job.uid)
+            if not self.budgets.reject(job.key, job.uid):
+                return
             event = act.JobEvent("Warning", Reason.BUDGET_REJECTED.value, f"{Reason.BUDGET_REJECTED.meaning} {error}")
             await events.send_event(self.client, job.namespace, job.name, job.uid, event, self.client.clock.now())
 

@@ -30,7 +30,8 @@ class DisruptionBudgets:
         self._enabled = enabled
         self._known: dict[Key, BudgetView] = {}
         self._changed: set[Key] = set()  # since the list began that is under way
-        self._rejected: set[tuple[Key, str]] = set()  # key and UID of jobs that got none; the next list forgets it
+        self._postponed: set[tuple[Key, str]] = set()  # key and UID of jobs, until the next list
+        self._told: set[tuple[Key, str]] = set()  # those for which something was ever rejected
 
     def find(self, key: Key) -> BudgetView | None:
         """Return the budget of this name, as far as is known."""
@@ -55,7 +56,7 @@ class DisruptionBudgets:
             return
         kept = {key: view for key, view in self._known.items() if key in self._changed}
         self._known = {key: view for key, view in listed.items() if key not in self._changed} | kept
-        self._rejected.clear()
+        self._postponed.clear()
 
     def put(self, raw: Mapping[str, Any]) -> None:
         key = object_key(raw)
@@ -68,15 +69,19 @@ class DisruptionBudgets:
             del self._known[key]
         self._changed.add(key)
 
-    def reject(self, key: Key, uid: str) -> bool:
-        """Record that the job of this UID gets no budget, or keeps one, until the next list. Return whether that is
-        news."""
-        is_new = (key, uid) not in self._rejected
-        self._rejected.add((key, uid))
-        return is_new
+    def postpone(self, key: Key, uid: str) -> None:
+        """Try nothing more for the job of this UID before the next list."""
+        self._postponed.add((key, uid))
 
-    def is_rejected(self, key: Key, uid: str) -> bool:
-        return (key, uid) in self._rejected
+    def reject(self, key: Key, uid: str) -> bool:
+        """Postpone what the API server rejects. Return whether it is the first time that it does so for this job."""
+        self.postpone(key, uid)
+        is_first = (key, uid) not in self._told
+        self._told.add((key, uid))
+        return is_first
+
+    def is_postponed(self, key: Key, uid: str) -> bool:
+        return (key, uid) in self._postponed
 
 
 def _view_budget(raw: Mapping[str, Any]) -> BudgetView:
