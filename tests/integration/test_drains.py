@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,16 @@ async def report_budgets(world: World) -> int:
     for pod in await world.all(PODS):
         known = pod["status"].get("conditions") or []
         if pod["status"]["phase"] == "Running" and all(each["type"] != "Ready" for each in known):
-            await world._status(pod, conditions=[*known, {"type": "Ready", "status": "True"}])
+            with contextlib.suppress(errors.NotFound):
+                await world._status(pod, conditions=[*known, {"type": "Ready", "status": "True"}])
     budgets = await world.all(BUDGETS)
     for budget in budgets:
         least = budget["spec"]["minAvailable"]
         status = {"observedGeneration": budget["metadata"]["generation"], "disruptionsAllowed": 0}
         status |= {"currentHealthy": least, "desiredHealthy": least, "expectedPods": least}
         path = BUDGETS.path(world.namespace, budget["metadata"]["name"]) + "/status"
-        await world._patch(path, {"status": status})
+        with contextlib.suppress(errors.NotFound):  # the operator has deleted it meanwhile
+            await world._patch(path, {"status": status})
     return len(budgets)
 
 
