@@ -10,8 +10,8 @@ import pytest
 
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.resources import BUDGETS, NODES, PODS
-from tests.integration.inprocess import Simulation, operator
+from everstep_operator.cluster.resources import BUDGETS, CONFIG_MAPS, JOBS, NODES, PODS, SECRETS, SERVICES
+from tests.integration.inprocess import InjectedClient, Simulation, operator
 from tests.integration.world import World, until
 
 
@@ -124,3 +124,49 @@ async def test_the_budget_goes_when_the_job_is_suspended_and_a_strangers_stays(
         await world.change("digits", suspend=True)
         await world.until_phase("digits", "Suspended")
         assert [b["metadata"]["uid"] for b in await world.all(BUDGETS)] == [made["metadata"]["uid"]]
+
+
+async def clear(world: World) -> None:
+    for resource in (JOBS, PODS, SERVICES, SECRETS, CONFIG_MAPS, BUDGETS):
+        for item in await world.all(resource):
+            meta = item["metadata"]
+            await world.client.delete(resource, world.namespace, meta["name"], uid=meta["uid"], grace=0)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ["die", "die after", "lose"])
+async def test_a_drain_ends_whichever_write_an_operator_dies_at_or_hears_nothing_of(
+    control_plane: ControlPlane, still_world: World, how: str
+) -> None:
+    world = still_world
+
+    async def is_left(node: str, client: InjectedClient | None = None) -> bool:
+        await report_budgets(world)
+        there = [pod for pod in await world.pods("digits") if pod["spec"].get("nodeName") == node]
+        for pod in there:
+            await evict(world, pod["metadata"]["name"])
+        return (client is not None and client.died.is_set()) or (not there and await is_guarded(world))
+
+    for at in range(1, 30):
+        async with simulate(world) as simulation:
+            drained = simulation.nodes[1]
+            await world.join(drained)
+            await world._patch(NODES.path(None, drained), {"spec": {"unschedulable": None}})
+            async with operator(control_plane.kubeconfig, world, disruption_budget=True):
+                await world.submit("digits", numNodes=2)
+                await world.until_phase("digits", "Running")
+                await until(partial(is_guarded, world), "the set is guarded")
+            await cordon(world, drained)
+            simulation.nodes = (simulation.nodes[0], simulation.spare)
+            fault = partial(lambda at, n, *_: how if n == at else None, at)
+            async with operator(control_plane.kubeconfig, world, fault, disruption_budget=True) as (_, client):
+                await until(partial(is_left, drained, client), "the drain ends", 60)
+                died, writes = client.died.is_set(), client.writes
+            if died:
+                async with operator(control_plane.kubeconfig, world, disruption_budget=True):
+                    await until(partial(is_left, drained), "the drain ends with the next operator", 60)
+        await clear(world)
+        if not died and writes < at:
+            assert at > 5, "fewer writes than a record, a deletion, a charge, a pod and a budget"
+            return
+    raise AssertionError("more than 30 writes for one drain")
