@@ -10,6 +10,9 @@ NARROW = not integration and not e2e and not chaos and not torch and not gpu
 PYTHON ?=
 RUN_GPU = $(if $(PYTHON),PYTHONPATH=$(CURDIR)/trainer-image/src:$(CURDIR)$(addprefix :,$(PYTHONPATH)) $(PYTHON),$(RUN_TORCH) python)
 UNIT = -m "$(NARROW)"
+# Workers of pytest: a core each. Tests start processes of their own, and eight workers of them fill 32 GB.
+CORES := $(shell nproc 2>/dev/null || echo 2)
+WORKERS ?= $(shell echo $$(( $(CORES) < 2 ? 2 : $(CORES) > 8 ? 8 : $(CORES) )))
 # Where compiled modules may not be kept, each process compiles a thousand of them anew: half of a run of the tests.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -17,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE =
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-.PHONY: demo test test-gpu bench bench-gpu bench-checkpoint bench-pipeline bench-recovery lint docs types test-unit test-torch test-integration test-e2e test-chaos
+.PHONY: demo test test-gpu bench bench-gpu bench-checkpoint bench-pipeline bench-recovery bench-month lint docs types test-unit test-torch test-integration test-e2e test-chaos
 demo: venv ## from nothing to a trained model on a cluster on this machine
 	UV=$(UV) $(RUN) python -m e2e.demo
 
@@ -36,26 +39,26 @@ types: venv venv-torch ## mypy --strict; what works on tensors once more with to
 	$(RUN) mypy
 	$(RUN_TORCH) mypy --config-file mypy-torch.ini
 
-# Two cores: a third worker fills the waits of the others, a fourth only imports everything once more.
+# One worker more than cores fills the waits of the others, a second one only imports everything once more.
 test-unit: venv ## seconds, no root, no cluster
-	$(RUN) pytest tests $(UNIT) -n 3 --dist worksteal -q
+	$(RUN) pytest tests $(UNIT) -n $$(( $(WORKERS) + 1 )) --dist worksteal -q
 
 test-torch: venv-torch ## the trainer library with real torch ranks, no root, no cluster
-	$(RUN_TORCH) pytest tests -m "torch and not chaos and not gpu" -n 2 -q
+	$(RUN_TORCH) pytest tests -m "torch and not chaos and not gpu" -n $(WORKERS) --dist worksteal -q
 
 test-gpu: $(if $(PYTHON),,venv-torch) ## state on NVIDIA GPUs, for real; fails where there is none (PYTHON=python3: one that has torch)
 	$(RUN_GPU) -m tests.gpu $(ARGS)
 
 test-integration: venv ## the operator against a real API server, checkpoints on a real S3 server
-	$(RUN) pytest tests -m "integration and not chaos" -n 2 --dist worksteal -q
+	$(RUN) pytest tests -m "integration and not chaos" -n $(WORKERS) --dist worksteal -q
 
 test-e2e: venv ## real pods on a real cluster, brought up if there is none
 	$(RUN) pytest e2e/scenarios tests -m "e2e and not chaos" -q
 
 test-chaos: venv venv-torch ## long random sweeps
-	$(RUN) pytest tests -m "hypothesis and $(NARROW)" --hypothesis-profile=long --timeout 1200 -n 2 -q
+	$(RUN) pytest tests -m "hypothesis and $(NARROW)" --hypothesis-profile=long --timeout 1200 -n $(WORKERS) -q
 	$(RUN) pytest e2e/scenarios tests -m "chaos and not torch" -q
-	$(RUN_TORCH) pytest tests -m "chaos and torch and not gpu" -n 2 -q
+	$(RUN_TORCH) pytest tests -m "chaos and torch and not gpu" -n $(WORKERS) -q
 
 bench: venv ## ratios against floors of the same run, build/bench/main.json
 	$(RUN) python -m benchmarks.main
@@ -65,6 +68,9 @@ bench-checkpoint: venv-torch ## saving and restoring against plain copies, write
 
 bench-recovery: venv ## what breaks on a real cluster, until all ranks train again, build/bench/recovery.json (ARGS="node-killed": some)
 	$(RUN) python -m benchmarks.recovery $(ARGS)
+
+bench-month: venv ## four weeks of reclaimed nodes, simulated, build/bench/month.json
+	$(RUN) python -m benchmarks.spot_month $(ARGS)
 
 bench-gpu: $(if $(PYTHON),,venv-torch) ## stall, restore and cost of training on a GPU against plain copies, build/bench/gpu.json (ARGS="--size 1000000000")
 	$(RUN_GPU) -m benchmarks.gpu $(ARGS)

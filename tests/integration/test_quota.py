@@ -38,6 +38,36 @@ async def test_a_set_that_is_larger_than_its_quota_is_known_to_be(
         assert "limited: pods=4" in status["conditions"][0]["message"]
 
 
+async def test_a_quota_whose_use_is_not_counted_yet_fails_no_new_job(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    """Applied together, as many tools do. The quota controller is slower, and until then admission rejects all pods."""
+    hard = {"pods": "4"}
+    quota: dict[str, Any] = {"metadata": {"name": "new"}, "spec": {"hard": hard}}
+    await still_world.client.create(QUOTAS, still_world.namespace, quota)
+    path = QUOTAS.path(still_world.namespace, "new") + "/status"
+    await still_world._patch(path, {"status": {"hard": hard}})
+
+    async def known() -> bool:
+        with contextlib.suppress(errors.Forbidden):
+            body = {"metadata": {"name": "probe"}, "spec": {"containers": [{"name": "a", "image": "b"}]}}
+            await still_world.client.create(PODS, still_world.namespace, body, dry_run=True)
+            return False
+        return True
+
+    await until(known, "admission knows the quota")
+    async with operator(control_plane.kubeconfig, still_world), Simulation(still_world, "digits"):
+        await still_world.submit("digits", numNodes=2)
+
+        async def told() -> bool:
+            return "status unknown for quota: new" in str((await still_world.job("digits")).get("status") or {})
+
+        await until(told, "the status says what the job waits for", 60)
+        assert (await still_world.job("digits"))["status"]["phase"] == "Pending"
+        await still_world._patch(path, {"status": {"hard": hard, "used": {"pods": "0"}}})
+        await still_world.until_phase("digits", "Running", seconds=90)
+
+
 async def test_a_quota_that_a_running_job_s_own_objects_use_up_lets_its_pods_be_replaced(
     control_plane: ControlPlane, still_world: World
 ) -> None:

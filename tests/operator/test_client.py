@@ -199,6 +199,10 @@ async def test_retry_after_is_obeyed(server: Server, client: Client) -> None:
         (status(403, "Forbidden", "pods is forbidden: violates PodSecurity"), errors.Forbidden),
         (status(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: q'), errors.QuotaExceeded),
         (
+            status(403, "Forbidden", 'pods "x" is forbidden: status unknown for quota: q, resources: pods'),
+            errors.QuotaExceeded,
+        ),
+        (
             status(403, "Forbidden", 'pods is forbidden: User "x" cannot create resource "pods" in'),
             errors.NotAuthorized,
         ),
@@ -214,6 +218,54 @@ async def test_a_refusal_is_typed_and_not_repeated(
         await client.create(PODS, "ns", POD)
     assert type(caught.value) is expected
     assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (403, 'pods "digits-0" is forbidden: not yet ready to handle request'),
+        (
+            403,
+            'pods "digits-0" is forbidden: unable to CREATE /v1, Resource=pods at this time because there was an error '
+            "enforcing limit ranges",
+        ),
+        (403, 'pods "digits-0" is forbidden: Post "https://images.example.com/": dial tcp: connection refused'),
+        (403, 'pods "digits-0" is forbidden: an error on the server ("") has prevented the request from succeeding'),
+        (409, 'Operation cannot be fulfilled on resourcequotas "q": the object has been modified'),
+    ],
+)
+async def test_admission_that_cannot_judge_yet_is_asked_again(
+    server: Server, client: Client, code: int, said: str
+) -> None:
+    """An API server that has just started answers so, with the code of a verdict, and stores nothing."""
+    answer = status(code, "Forbidden" if code == 403 else "Conflict", said)
+    server.script = [answer, ok()]
+    await client.create(PODS, "ns", POD)
+    assert len(server.seen) == 2
+    server.script = [answer] * 5
+    with pytest.raises(errors.AdmissionNotReady):  # which is no verdict on the pod
+        await client.create(PODS, "ns", POD)
+
+
+@pytest.mark.parametrize("code", [400, 403, 404, 409, 422])
+async def test_what_a_proxy_rejects_is_no_verdict_of_the_api_server(server: Server, client: Client, code: int) -> None:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=code, text="<html>default backend</html>", content_type="text/html")
+
+    server.script = [page]
+    with pytest.raises(errors.ServerError, match="default backend"):
+        await client.create(PODS, "ns", POD)
+
+
+async def test_a_kind_that_the_api_server_does_not_serve_is_not_found(server: Server, client: Client) -> None:
+    """It says so without a Status, as Go's own server does."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=404, text="404 page not found\n")
+
+    server.script = [page]
+    with pytest.raises(errors.NotFound):
+        await client.get(PODS, "ns", "x")
 
 
 async def test_a_proxys_page_is_a_server_error(server: Server, client: Client) -> None:

@@ -174,7 +174,7 @@ async def test_of_a_node_without_a_lease_nothing_can_be_said(follower: Follower)
 async def test_without_the_right_to_read_leases_they_are_asked_for_now_and_then(follower: Follower) -> None:
     """In the words of a real API server. The right may be given later."""
     words = 'leases "n1" is forbidden: User "everstep" cannot get resource "leases" in API group "coordination.k8s.io"'
-    follower.server.error = errors.from_status(403, {"reason": "Forbidden", "message": words})
+    follower.server.error = errors.from_status(403, {"kind": "Status", "reason": "Forbidden", "message": words})
     follower.follow("n1")
     await follower.pass_time(60)
     assert follower.server.asked <= 60 / UNAUTHORIZED_PERIOD + 1

@@ -52,6 +52,13 @@ def test_a_running_pod() -> None:
     assert pod.live
 
 
+def test_a_container_that_could_not_be_started_has_not_been() -> None:
+    over = {"exitCode": 128, "reason": "StartError", "startedAt": "1970-01-01T00:00:00Z", "finishedAt": AT}
+    pod = parse_pod(raw(state={"terminated": over}))
+    assert (pod.started_at, pod.running) == (None, False)
+    assert pod.ended is not None
+
+
 def test_the_trainer_counts_although_a_sidecar_runs_on() -> None:
     pod = parse_pod(raw(state={"terminated": {"exitCode": 137, "reason": "OOMKilled", "startedAt": AT}}))
     assert pod.ended is not None

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from everstep_operator.api.status import ConditionType
-from everstep_operator.plan.observation import TerminationMessage
+from everstep_operator.plan.observation import ContainerEnd, TerminationMessage
 from everstep_operator.plan.pod_manifest import build_pod
 from tests.builders import job
 from tests.plan.world import World
@@ -36,7 +36,6 @@ def test_a_job_without_a_command_is_plain_from_the_start() -> None:
 @pytest.mark.parametrize(
     ("exit_code", "reason", "word", "expected"),
     [
-        (128, "StartError", None, "NoPython"),
         (127, "Error", None, "NoPython"),
         (120, "Error", None, "PythonUnsupported"),
         (120, "Error", TerminationMessage("unusable", message="Python 3.6 is too old"), "PythonUnsupported"),
@@ -55,6 +54,64 @@ def test_an_image_that_cannot_run_the_agent_is_run_without_it_once_and_free(
     assert told is not None
     assert told.reason == expected
     assert world.status.restarts.total == 0
+
+
+RUNC = "OCI runtime create failed: runc create failed: unable to start container process: "
+
+
+@pytest.mark.parametrize("reason", ["StartError", "ContainerCannotRun"])
+@pytest.mark.parametrize(
+    ("exit_code", "message", "is_plain"),
+    [
+        (128, f'{RUNC}exec: "python3": executable file not found in $PATH: unknown', True),
+        (127, f'{RUNC}exec: \\"python3\\": executable file not found in $PATH', True),
+        (126, f'{RUNC}exec: "python3": permission denied: unknown', True),
+        (128, 'error finding executable "python3" in PATH [/bin]: no such file or directory', True),
+        (128, "rpc error: code = Internal desc = the file python3 was not found: unknown", True),
+        (128, f"{RUNC}error running hook #0: nvidia-container-cli: initialization error: driver not loaded", False),
+        (127, f"{RUNC}nvidia-container-cli: load library failed: libnvidia-ml.so.1: no such file or directory", False),
+        (128, f'{RUNC}error mounting "/x" to rootfs at "/usr/lib/python3/dist-packages": no such file', False),
+        (128, "", False),
+    ],
+)
+def test_a_container_that_cannot_start_runs_without_the_agent_only_where_python_is_what_lacks(
+    exit_code: int, reason: str, message: str, is_plain: bool
+) -> None:
+    """A node whose GPU driver is broken starts no container either; in plain mode a pod would run one rank, not 8."""
+    world = World(job().nodes(2).spec(numProcPerNode=8).build())
+    world.reconcile()
+    world.bind()
+    world.reconcile()
+    over = ContainerEnd(exit_code, None, reason, message, world.now)
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=over, phase="Failed")
+    world.run("Running")
+    assert world.status.template is not None
+    assert world.status.template.plain is is_plain
+    assert world.status.restarts.total == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (
+            f"{RUNC}error running hook #0: nvidia-container-cli: initialization error: driver not loaded",
+            "infrastructure",
+        ),
+        (f'{RUNC}error running hook #0: exec: "nvidia-ctk": executable file not found in $PATH', "infrastructure"),
+        ("failed to inject CDI devices: unresolvable CDI devices nvidia.com/gpu=0", "infrastructure"),
+        (f'{RUNC}exec: "trian": executable file not found in $PATH', "application"),
+        ("executable file `trian` not found in $PATH: No such file or directory", "application"),
+        ("", "application"),
+    ],
+)
+def test_a_program_that_its_node_cannot_start_has_not_failed(message: str, cause: str) -> None:
+    world = plain()
+    over = ContainerEnd(128, None, "StartError", message, world.now)
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], started_at=None, ended=over, phase="Failed")
+    world.reconcile()
+    restarts = world.status.restarts
+    assert (restarts.application, restarts.infrastructure) == ((1, 0) if cause == "application" else (0, 1))
+    assert restarts.charges[-1].reason == ("ApplicationError" if cause == "application" else "PodLost")
 
 
 CRIO = "container create failed: executable file `python3` not found in $PATH: No such file or directory"

@@ -157,6 +157,9 @@ def test_a_template_the_api_server_refuses_fails_the_job_with_its_words(said: st
         'pods "digits-0" is forbidden: error looking up service account ml/sa: serviceaccount "sa" not found',
         'pods "digits-0" is forbidden: no PriorityClass with name high was found',
         'pods "digits-0" is forbidden: pod rejected: RuntimeClass "nvidia" not found',
+        'pods "digits-0" is forbidden: error looking up service account ml/sa: etcdserver: request timed out',
+        'pods "digits-0" is forbidden: insufficient quota to match these scopes: [{PriorityClass In [high]}]',
+        'pods "digits-0" is forbidden: insufficient quota to consume: requests.nvidia.com/gpu',
     ],
 )
 def test_what_the_template_names_may_come_later_than_the_job(said: str) -> None:

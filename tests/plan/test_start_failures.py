@@ -126,6 +126,104 @@ def test_a_job_that_is_resumed_outlives_it_too() -> None:
     world.run("Running")
 
 
+def fail_at_a_hook(world: World, node: str = "") -> None:
+    """A node, or each, starts no container: its GPU driver is broken. Kubelets tell a start in 1970 then."""
+    said = "OCI runtime create failed: nvidia-container-cli: initialization error: driver not loaded"
+    for name, pod in world.pods.items():
+        if pod.scheduled and pod.live and pod.started_at is None and node in ("", pod.node):
+            end = ContainerEnd(128, None, "StartError", said, world.now)
+            world.pods[name] = dataclasses.replace(pod, ended=end, phase="Failed")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_job_that_has_trained_outlives_a_node_that_starts_no_container(index: int) -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.vanish(index)
+    made, since = set(), world.now
+    while world.now < since + 900:
+        world.now += 1
+        world.lead()
+        world.reconcile()
+        world.bury()
+        world.bind()
+        fail_at_a_hook(world)
+        made |= {pod.uid for pod in world.pods.values() if pod.index == index}
+        assert world.phase == "Restarting", world.status.transitions[-1]
+    assert world.status.template is not None
+    assert not world.status.template.plain
+    assert 5 < len(made) < 25, "ever more slowly"
+    assert "driver not loaded" in world.status.conditions[0].message
+    world.run("Running")
+    assert world.status.restarts.total == 1
+    assert world.status.start_failures is None
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_a_job_has_outlived_does_not_count_against_its_agent(together: bool) -> None:
+    """Another pod of the same attempt, or the one of the next attempt, is on a node where the agent cannot listen."""
+    world = World(job().nodes(3).build()).run("Running")
+    world.vanish(1)
+    world.vanish(2)
+    for _ in range(600):
+        world.now += 1
+        world.lead()
+        world.reconcile()
+        world.bury()
+        world.bind()
+        fail_at_a_hook(world)
+    assert world.status.start_failures is not None
+    assert world.status.start_failures.count > start_failures.MAX_START_FAILURES
+    if not together:
+        world.bury()
+        world.now += 61
+        world.reconcile()
+        world.bury()
+        world.reconcile()
+        world.bind()
+        world.start()
+    pod = world.pods["digits-1"]
+    end = ContainerEnd(1, None, "Error", "", world.now, PORT)
+    world.pods["digits-1"] = dataclasses.replace(pod, started_at=world.now, ended=end)
+    world.reconcile()
+    assert world.phase == "Restarting", world.status.conditions[0].message
+    if not together:
+        assert world.status.start_failures.count == 1
+    world.run("Running")
+
+
+def test_a_job_that_is_resumed_keeps_its_agent_on_a_node_that_starts_no_container() -> None:
+    world = World(job().nodes(1).build()).run("Running")
+    world.tick()
+    world.edit(suspend=True)
+    world.run("Suspended")
+    world.edit(suspend=False)
+    for _ in range(60):
+        world.now += 5
+        world.reconcile()
+        world.bury()
+        world.bind()
+        fail_at_a_hook(world)
+    world.run("Running")
+    assert world.status.template is not None
+    assert not world.status.template.plain
+
+
+def test_the_next_attempt_prefers_other_nodes_than_that_of_the_last() -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    bad = world.pods["digits-1"].node
+    assert bad is not None
+    fail_at_a_hook(world, bad)
+    shunned: list[tuple[str, ...]] = []
+    for _ in range(30):
+        made = world.reconcile()
+        shunned += [action.shun for action in made.actions if isinstance(action, CreatePods)]
+        world.bury()
+        world.now += 1
+    assert shunned == [(bad,)]
+
+
 def test_the_pause_grows_from_attempt_to_attempt() -> None:
     world = bound()
     pauses = [again(world, 1) for _ in range(4)]

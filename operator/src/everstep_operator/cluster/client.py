@@ -224,7 +224,7 @@ class Client:
         processed."""
 
         def is_worth_repeating(error: BaseException) -> bool:
-            if isinstance(error, errors.TooManyRequests):
+            if isinstance(error, errors.TooManyRequests | errors.AdmissionNotReady):
                 return True
             if isinstance(error, errors.ServerError):
                 return blind

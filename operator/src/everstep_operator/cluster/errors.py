@@ -61,7 +61,16 @@ class Forbidden(ApiError):
 
 
 class QuotaExceeded(Forbidden):
-    """403 by a ResourceQuota: not the template's fault, and true only until somebody frees some."""
+    """403 by a ResourceQuota: not the template's fault, and true only until somebody frees some, or until what is used
+    is counted: a quota that is new, or has been edited, is not enforced but closed before."""
+
+
+class AdmissionNotReady(ApiError):
+    """403 by an admission plug-in that cannot judge at this time: its API server has just started, or its own lookups
+    fail; 409 by one that has met another writer of a quota. Nothing was stored.
+
+    Taken for a verdict on the pods, each restart of a control plane would fail new jobs.
+    """
 
 
 class Unauthorized(ApiError):
@@ -126,9 +135,21 @@ _BY_RBAC = re.compile(r'User "[^"]*" cannot \w+ (resource|path)')
 # A webhook chooses the code of its denial freely; the API server puts these words before its message.
 _BY_WEBHOOK = re.compile(r'admission webhook "[^"]*" denied the request')
 _UNDECLARED = re.compile(r": field not declared in schema")
+_BY_QUOTA = re.compile(r"exceeded quota|status unknown for quota")
+# Admission counts what is used in the quota's status, which others write too.
+_BY_QUOTAS_OWN_CONFLICT = re.compile(r"cannot be fulfilled on resourcequotas")
+# The last two of ImagePolicyWebhook, whose backend is unavailable.
+_NOT_READY = re.compile(
+    r"is forbidden: (not yet ready to handle request|unable to \w+ .* at this time because|"
+    r'Post "https?://|an error on the server )'
+)
 _WITHOUT_WEBHOOK = re.compile(r"failed calling webhook")
 # Of etcd, and of the connection to it.
 _BY_ETCD = re.compile(r"etcdserver: request is too large|message larger than max")
+
+# Go's own server, of a path that the API server does not have: a kind that no CRD declares yet.
+_NO_SUCH_PATH = "404 page not found"
+_VERDICTS = frozenset({400, 403, 404, 409, 422})  # codes by which something of a job is decided
 
 _BY_CODE: dict[int, type[ApiError]] = {
     400: Invalid,
@@ -154,12 +175,18 @@ def from_status(code: int, status: Any, *, retry_after: float | None = None) -> 
     known = status if isinstance(status, dict) else {}
     reason = str(known.get("reason") or code)
     message = str(known.get("message") or status or "")[:2048]
+    if code in _VERDICTS and known.get("kind") != "Status" and not message.startswith(_NO_SUCH_PATH):
+        return ServerError(code, reason, message)  # of something before the API server, which knows nothing of jobs
     if _BY_WEBHOOK.match(message) and code not in (400, 403, 413, 422, 429):
         return Forbidden(code, reason, message)  # not taken for an object that is gone or there, or a server in trouble
+    if code == 409 and _BY_QUOTAS_OWN_CONFLICT.search(message):
+        return AdmissionNotReady(code, reason, message)
     if code == 409 and reason == "AlreadyExists":
         return AlreadyExists(code, reason, message)
-    if code == 403 and "exceeded quota" in message:  # the server gives no reason of its own for it
+    if code == 403 and _BY_QUOTA.search(message):  # the server gives no reason of its own for it
         return QuotaExceeded(code, reason, message)
+    if code == 403 and _NOT_READY.search(message):
+        return AdmissionNotReady(code, reason, message)
     if code == 403 and _BY_RBAC.search(message):
         return NotAuthorized(code, reason, message)
     if code == 403 and "is being terminated" in message:

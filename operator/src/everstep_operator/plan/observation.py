@@ -293,7 +293,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         ip=status.get("podIP") or None,
         scheduled_at=scheduled_at,
         unschedulable="" if scheduled_at is not None else clip_text(bound.get("message")),
-        started_at=parse_timestamp(current.get("startedAt")),
+        # Of a container that its runtime could not start, kubelets tell a start in 1970.
+        started_at=parse_timestamp(current.get("startedAt")) or None,
         ended=_parse_container_end(over) if over else _parse_pod_end(status),
         ended_by=clip_text(status.get("reason"), 128) if status.get("phase") == "Failed" else "",
         deleting_since=_deleting_since(meta),

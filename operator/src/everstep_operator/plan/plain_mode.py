@@ -33,11 +33,16 @@ _HOSTS_VARIABLE = "EVERSTEP_HOSTS"
 MAX_NODES = 500  # the annotations of all pods grow with the square of it: 5 MB
 MASTER_PORT = 7777
 UNUSABLE_EXIT_CODE = 120  # the agent's exit code for "I cannot run in this image"
-# What container runtimes say when python3 is not in the image; they exit 127 (not found), 126 or 128 then.
-_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun", "RunContainerError"})
-# CRI-O tries again for ever instead: the pod waits. Other things may lack too, so its words decide.
+# What container runtimes say when python3 is not in the image; they exit 127 (not found), 126 or 128 then. They say so
+# too where a GPU driver, a hook or a mount of the node lets no container start: so their words decide.
+NOT_STARTED = frozenset({"StartError", "ContainerCannotRun", "RunContainerError"})
+# CRI-O tries again for ever instead: the pod waits.
 _NOT_CREATED = frozenset({"CreateContainerError", "RunContainerError"})
-_NO_PYTHON = re.compile(r"(?is)(?=.*python3).*(not found|no such file)")
+# As the name of a program, which all but Kata quote: paths of mounts may contain it.
+_NO_PYTHON = re.compile(r"(?is)(?=.*python3(\\?[\"'`]| was not found)).*(not found|no such file|permission denied)")
+
+# What runtimes say about a program that they cannot start; also about programs of their hooks.
+_OF_A_PROGRAM = re.compile(r"(?i)exec: |executable")
 
 
 def find_agent_obstacle(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
@@ -57,9 +62,15 @@ def _find_unusable_reason(end: ContainerEnd) -> Reason | None:
         return Reason.PYTHON_UNSUPPORTED if end.word.result == "unusable" else None
     if end.exit_code == UNUSABLE_EXIT_CODE:
         return Reason.PYTHON_UNSUPPORTED
-    if end.reason in _NOT_STARTED or end.exit_code == 127:
-        return Reason.NO_PYTHON
-    return None
+    is_missing = _NO_PYTHON.search(end.message) is not None if end.reason in NOT_STARTED else end.exit_code == 127
+    return Reason.NO_PYTHON if is_missing else None
+
+
+def has_node_failed(end: ContainerEnd) -> bool:
+    """Return whether a container could not be started for something else than its program: a GPU driver, a hook, a
+    mount."""
+    is_of_program = not end.message or ("hook" not in end.message and _OF_A_PROGRAM.search(end.message))
+    return end.reason in NOT_STARTED and not is_of_program
 
 
 def build_plain_files(job: Mapping[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import replace as replace_fields
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus
-from everstep_operator.plan import gang, node_notices, pod_replacement, restart_budget, template
+from everstep_operator.plan import gang, node_notices, pod_replacement, restart_budget, start_failures, template
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
@@ -31,7 +31,9 @@ from everstep_operator.plan.pod_manifest import build_pod, make_template_name
 from everstep_operator.plan.template import RejectedTemplate
 
 BLOCKED_RETRY_SECONDS = 30.0
-_MISSING = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
+# Admission's words: ServiceAccount and RuntimeClass, Priority, ServiceAccount (its lookup fails), ResourceQuota (only a
+# namespace with a quota for it may use a resource or a class).
+_MISSING = re.compile(r"not found|no PriorityClass with name|error looking up service account|insufficient quota to ")
 MAX_AVOIDED = 64  # names of nodes that a pod excludes
 
 
@@ -250,8 +252,10 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     leaving = sorted({*s.observed.silent_nodes, *node_notices.list_left_nodes(s)})
     bad = tuple(name for name in s.observed.avoided_nodes if name not in leaving)
     firm = bad if pod_replacement.is_choosy(s) else ()
-    shunned = bad if not firm else ()
-    actions.append(CreatePods(chosen, epoch, frozen, leader, (*leaving, *firm)[:MAX_AVOIDED], shunned[:MAX_AVOIDED]))
+    avoided = (*leaving, *firm)
+    failed = start_failures.find_failed_node(s)
+    shunned = tuple(name for name in dict.fromkeys((*bad, *([failed] if failed else []))) if name not in avoided)
+    actions.append(CreatePods(chosen, epoch, frozen, leader, avoided[:MAX_AVOIDED], shunned[:MAX_AVOIDED]))
     return actions
 
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.restart import ExitCodeAction
 from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
-from everstep_operator.plan import node_trouble, pod_replacement
+from everstep_operator.plan import node_trouble, plain_mode, pod_replacement
 from everstep_operator.plan.decision import parse_reason
 from everstep_operator.plan.leader_view import MAX_ORDINAL, LeaderView, ReportedGeneration
 from everstep_operator.plan.observation import PodView
@@ -348,6 +348,7 @@ def _has_failed_itself(pod: PodView | None) -> bool:
         and not pod_replacement.is_out_of_memory(pod)
         and not pod_replacement.was_told_to_stop(pod)
         and pod.ended.reason not in _UNKNOWN_ENDS
+        and not plain_mode.has_node_failed(pod.ended)
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import StartFailures
 from everstep_operator.plan import plain_mode
 from everstep_operator.plan.observation import INIT_FAILED, PodView
@@ -20,6 +21,8 @@ MAX_BACKOFF_SECONDS = 60.0
 # Pods of one attempt are made within a few seconds, those of the next `BACKOFF_SECONDS` after them at the earliest.
 _TOGETHER_SECONDS = BACKOFF_SECONDS / 2
 _SIGTERM_EXIT_CODE = 143
+# Reasons of containers that ended before an agent ran at all: what they need of their node or of a store lacks.
+_WITHOUT_AGENT = plain_mode.NOT_STARTED | {INIT_FAILED}
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class StartRecord:
         said = (end.word.message if end.word else end.message) or f"{end.reason}, exit code {end.exit_code}"
         most = "" if self.may_pass else f" of {MAX_START_FAILURES}"
         times = f"{self.record.count}{most} times in a row"
-        who = "the pod" if end.reason == INIT_FAILED else "the agent"
+        who = "the pod" if end.reason in _WITHOUT_AGENT else "the agent"
         return f"{pod.name} on {pod.node}: {who} failed at its start ({times}): {said}"
 
 
@@ -57,12 +60,15 @@ def count_start_failures(s: PlanContext) -> StartRecord:
     first = min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index), default=None)
     counted_until = known.made.timestamp() + _TOGETHER_SECONDS if known is not None else float("-inf")
     # A job that has trained is not lost to a store, or whatever else its init containers need, that is unavailable for
-    # two minutes: `timeouts.pending` and `timeouts.startup` end it.
-    may_pass = s.has_run and all(pod.ended is not None and pod.ended.reason == INIT_FAILED for pod in failed)
+    # two minutes, nor to a node that starts no container: `timeouts.pending` and `timeouts.startup` end it.
+    may_pass = s.has_run and all(pod.ended is not None and pod.ended.reason in _WITHOUT_AGENT for pod in failed)
+    # So often a job has failed only where its failures were such: an agent that fails after them is the first to count.
+    outlived = known is not None and known.count >= MAX_START_FAILURES
     if not any(pod.created > counted_until for pod in failed):
-        return StartRecord(known, first, may_pass=may_pass)
+        more = known is not None and known.count > MAX_START_FAILURES
+        return StartRecord(known, first, may_pass=may_pass or more)
     made = max(pod.created for pod in s.current.values())
-    count = 1 if known is None else known.count + 1
+    count = 1 if known is None or (outlived and not may_pass) else known.count + 1
     return StartRecord(StartFailures(count=count, made=to_utc(made)), first, fresh=True, may_pass=may_pass)
 
 
@@ -71,6 +77,14 @@ def compute_next_attempt(record: StartFailures | None) -> float:
     if record is None:
         return 0.0
     return record.made.timestamp() + min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(record.count - 1, 10))
+
+
+def find_failed_node(s: PlanContext) -> str | None:
+    """Return the node of the last failed start, if the job's starts fail now: a scheduler that knows of no fault would
+    choose it again, with its idle devices and the image."""
+    failure = s.status.last_failure
+    fails = s.status.start_failures is not None and failure is not None and failure.reason == Reason.START_FAILED.value
+    return failure.node if fails and failure is not None else None
 
 
 def has_failed_at_start(s: PlanContext, pod: PodView) -> bool:
@@ -82,5 +96,5 @@ def has_failed_at_start(s: PlanContext, pod: PodView) -> bool:
     if s.phase in FORMING_PHASES and plain_mode.find_agent_obstacle([pod]) is not None:
         return False  # it runs without the agent next
     if end.word is None:
-        return s.status.generation == 0
+        return s.status.generation == 0 or end.reason in _WITHOUT_AGENT
     return end.word.result == "left" and end.word.generation == 0

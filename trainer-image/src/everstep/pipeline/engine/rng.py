@@ -11,8 +11,10 @@ cut, but not as the same modules do uncompiled.
 A call that draws nothing leaves no trace: the code around it goes on as if it had not been. So it makes no difference
 whether such modules are left out, and a run that is resumed draws what it would have drawn uninterrupted.
 
-Seeding costs some 10 µs a call. Modules of torch that never draw are left out from the start, others when the first
-step has shown that they do not; should one begin to draw later, all are back.
+Seeding costs some 8 µs a call, and half of that for dropout, which is seeded and needs nothing else: the code around
+it goes on with its sequence. Modules of torch that never draw are left out from the start, others when the first step
+has shown that they do not. The first micro-batch of each later step looks again, so that a module may begin to draw, as
+one that adds noise after some steps.
 """
 
 from __future__ import annotations
@@ -29,18 +31,31 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from everstep.pipeline.engine.generators import LinkedGenerators, generators_of
 from everstep.pipeline.frontend.compiled import is_compiled
 
 NOTHING: Mapping[str, Sequence[int]] = {}
+_64_BITS = 2**64 - 1
 _DRAWING = ("Dropout", "RReLU", "MultiheadAttention", "Transformer", "RNN", "LSTM", "GRU", "FractionalMaxPool")
 
 
 def seed_of(seed: int, step: int, microbatch: int, name: str, call: int = 0) -> int:
     """64 bits from everything that a draw depends on."""
-    text = f"{seed}/{step}/{microbatch}/{call}/{name}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return _scramble(_hash(f"{seed}/{step}/{microbatch}") ^ _hash(name), call)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _scramble(value: int, number: int = 0) -> int:
+    """One of the sequence of seeds that begins with a value, by splitmix64: a hash would take as long as a seeding."""
+    value = (value + (number + 1) * 0x9E3779B97F4A7C15) & _64_BITS
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _64_BITS
+    return value ^ (value >> 31)
 
 
 @dataclass
@@ -60,16 +75,13 @@ class _Log:
 
     def next(self, seed: int) -> int:
         self.events += 1
-        self.seeds[seed % 2**64] = self.events
+        self.seeds[seed] = self.events
         return self.events
 
 
 @dataclass
 class _Frame:
-    """A call under way: the seed and the state around it, its own seed, its event, and whether a call in it drew.
-
-    The state is None if the call is known to draw.
-    """
+    """A call under way: the seed and the state around it, its own seed, its event, and whether a call in it drew."""
 
     module: nn.Module
     around: int
@@ -86,30 +98,43 @@ class Random:
     def __init__(self, modules: Mapping[str, nn.Module], device: torch.device, seed: int) -> None:
         self.seed, self.step, self.microbatch = seed, 0, 0
         self._names: dict[nn.Module, str] = {}
+        self._hashes: dict[str, int] = {}
+        self._base = 0  # the hash of all that a seed depends on beside the module and its call
         self._repeats = NOTHING
         self._drew: set[str] = set()
         self._inside = self._again = False
         self._asleep = False  # whether modules that have not drawn are left out
+        self._watched: set[int] | None = None  # the stages whose first micro-batch of this step has run
         self._logs: dict[tuple[int, int], _Log] = {}
         self._log = _Log()
         self._frames: list[_Frame] = []
         self.drew_in_evaluation = False  # on this rank, in that under way
-        self._quiet = 0  # the seed after the last call that is in no other
+        self._quiet: int | None = None  # the seed after the last call that is in no other, where it is known
         # Modules on a device may draw on the processor too, as for the depth of a network or a mask.
         self._generator = LinkedGenerators(generators_of(device))
         self._hooks: list[Any] = []
         self._compiled: list[tuple[nn.Module, Any]] = []  # with what they were called by
-        whole = [f"{name}." for name, module in modules.items() if is_compiled(module)]
+        whole = tuple(f"{name}." for name, module in modules.items() if is_compiled(module))
+        self._unhooked: dict[nn.Module, str] = {}
         for name, module in modules.items():
             # Hooks inside of what is compiled would only have it compiled anew.
-            if module not in self._names and _may_draw(module) and not name.startswith(tuple(whole)):
-                self._names[module] = name
-                if module._compiled_call_impl is not None:  # its hooks would be compiled too
-                    self._compiled.append((module, module._compiled_call_impl))
-                    module._compiled_call_impl = partial(self._call, module, module._compiled_call_impl)
-                else:
-                    self._hooks.append(module.register_forward_pre_hook(self._enter))
-                    self._hooks.append(module.register_forward_hook(self._leave))
+            if _could_draw(module) and not name.startswith(whole):
+                self._unhooked.setdefault(module, name)
+        self._hook_modules()
+
+    def _hook_modules(self) -> None:
+        """Hook those that may draw; a script may give a dropout its probability at any step."""
+        for module in [each for each in self._unhooked if not _is_dropout(each) or each.p]:
+            name = self._names[module] = self._unhooked.pop(module)
+            self._hashes[name] = _hash(name)
+            if module._compiled_call_impl is not None:  # its hooks would be compiled too
+                self._compiled.append((module, module._compiled_call_impl))
+                module._compiled_call_impl = partial(self._call, module, module._compiled_call_impl)
+            elif _is_dropout(module):
+                self._hooks.append(module.register_forward_pre_hook(self._enter_dropout))
+            else:
+                self._hooks.append(module.register_forward_pre_hook(self._enter))
+                self._hooks.append(module.register_forward_hook(self._leave))
 
     @contextlib.contextmanager
     def of(self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0) -> Iterator[None]:
@@ -118,18 +143,24 @@ class Random:
         `repeats`: of modules that other stages call too, which of all their calls those inside are.
         """
         log = self._logs[stage, microbatch] = _Log()
-        seed = seed_of(self.seed, self.step, microbatch, f"/{stage}")
+        self._base = _hash(f"{self.seed}/{self.step}/{microbatch}")
+        self._asleep = self._watched is not None and stage in self._watched
+        if not self._asleep:
+            self._hook_modules()
+            if self._watched is not None:
+                self._watched.add(stage)
+        seed = _scramble(self._base ^ _hash(f"/{stage}"))
         with self._calls(microbatch, repeats, log, again=False):
             self._generator.manual_seed(seed)
             log.next(seed)
             self._quiet = seed
             yield
-            drew = self._asleep and self._has_drawn_since(self._quiet)
+            drew = self._asleep and self._quiet is not None and self._has_drawn_since(self._quiet)
         if drew:
-            self._asleep = False
+            self._watched = None  # for the rest of the step
             warnings.warn(
-                f"a module of stage {stage} draws random numbers, and drew none in the first step: those of "
-                f"micro-batch {microbatch} depend on how the model is cut; let it draw from the first step on",
+                f"a module of stage {stage} draws random numbers, and drew none in the first micro-batch of this step: "
+                f"those of micro-batch {microbatch} depend on how the model is cut; let it draw in all micro-batches",
                 stacklevel=2,
             )
 
@@ -183,7 +214,7 @@ class Random:
     def next_step(self) -> None:
         """The numbers of the next step."""
         self.step += 1
-        self._asleep = True
+        self._watched = set()
         self._logs.clear()
 
     @contextlib.contextmanager
@@ -208,33 +239,50 @@ class Random:
         self._leave(module)
         return result
 
+    def _enter_dropout(self, module: nn.Module, _: Any) -> None:
+        """Seed what draws in each call. The code around it goes on with the sequence, so that nothing is to follow."""
+        if torch.compiler.is_compiling() or not self._inside or not module.training or not module.p:
+            return
+        event, seed = self._find_call(self._names[module], self._generator.initial_seed())
+        if event is None:
+            return
+        self._generator.manual_seed(seed)
+        if self._frames:
+            self._frames[-1].drew = True
+        else:
+            self._quiet = None
+
     def _enter(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():  # what is compiled draws as one, from the seed of the whole
             return
         if not self._inside or not module.training:
             return
         name = self._names[module]
-        if (name not in self._log.entered) if self._again else (self._asleep and name not in self._drew):
+        if not self._again and self._asleep and name not in self._drew:
             return
-        entered, around = self._log.entered[name], self._generator.initial_seed()
+        around = self._generator.initial_seed()
+        event, seed = self._find_call(name, around)
+        if event is not None:
+            before = self._generator.get_state()
+            self._generator.manual_seed(seed)
+            self._frames.append(_Frame(module, around, before, seed, event))
+
+    def _find_call(self, name: str, around: int) -> tuple[int | None, int]:
+        """Return the event of a call that begins where a generator was given the seed `around`, and its seed."""
+        log = self._log
         if self._again:
-            call = bisect_right(entered, self._log.seeds.get(around, 0))
+            entered = log.entered.get(name, ())
+            call = bisect_right(entered, log.seeds.get(around, 0))
             if call == len(entered):
-                return
-            event = entered[call]
-            seed = self._log.begun[event]
-        else:
-            call = self._log.calls[name]
-            self._log.calls[name] += 1
-            number = self._repeats[name][call] if name in self._repeats else call
-            seed = seed_of(self.seed, self.step, self.microbatch, name, number)
-            event = self._log.next(seed)
-            entered.append(event)
-            self._log.begun[event] = seed
-        # A state is 5 kB, and comparing two of them takes as long as all else here.
-        before = None if name in self._drew and _always_draws(module) else self._generator.get_state()
-        self._generator.manual_seed(seed)
-        self._frames.append(_Frame(module, around, before, seed, event))
+                return None, 0
+            return entered[call], log.begun[entered[call]]
+        call = log.calls[name]
+        log.calls[name] = call + 1
+        seed = _scramble(self._base ^ self._hashes[name], self._repeats[name][call] if name in self._repeats else call)
+        event = log.next(seed)
+        log.entered[name].append(event)
+        log.begun[event] = seed
+        return event, seed
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -242,7 +290,7 @@ class Random:
         if not self._frames or self._frames[-1].module is not module:
             return
         frame, name = self._frames.pop(), self._names[module]
-        if frame.before is not None and not frame.drew and not self._has_drawn_since(frame.seed):
+        if not frame.drew and not self._has_drawn_since(frame.seed):
             self._generator.set_state(frame.before)
             if not self._again:
                 self._log.entered[name].remove(frame.event)  # when it is repeated, it is not looked for
@@ -251,7 +299,7 @@ class Random:
         if self._frames:
             self._frames[-1].drew = True
         if frame.event not in self._log.left:
-            seed = self._log.left[frame.event] = seed_of(frame.around, 0, 0, "/left")
+            seed = self._log.left[frame.event] = _scramble(frame.around)
             self._log.next(seed)
         self._generator.manual_seed(self._log.left[frame.event])
         if not self._frames:
@@ -264,15 +312,11 @@ class Random:
         return not self._generator.stands_at(now)
 
 
-def _always_draws(module: nn.Module) -> bool:
-    """Tell whether each call of a module that has drawn once draws; code of users may decide it anew each time."""
-    return type(module).__module__.startswith("torch.nn.modules")
+def _is_dropout(module: nn.Module) -> bool:
+    """Tell whether a module is one that draws in each call if it is in training and its probability is not 0."""
+    return bool(type(module).__module__ == _DropoutNd.__module__)
 
 
-def _may_draw(module: nn.Module) -> bool:
+def _could_draw(module: nn.Module) -> bool:
     kind = type(module)
-    if not kind.__module__.startswith("torch.nn.modules"):
-        return True
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return bool(module.p)
-    return any(word in kind.__name__ for word in _DRAWING)
+    return not kind.__module__.startswith("torch.nn.modules") or any(word in kind.__name__ for word in _DRAWING)
