@@ -17,7 +17,7 @@ from e2e import deploy
 from e2e.cluster import backend
 from e2e.harness import Cluster, Object, phase, python, training_job, wait
 from e2e.lives import lives, two_at_once
-from e2e.scenarios.test_lost_nodes import APART, find_victim, nodes_of
+from e2e.scenarios.test_lost_nodes import APART, find_victim
 from e2e.scenarios.test_notices import SPOT
 from e2e.stores import PodStore, pod_store
 
@@ -152,12 +152,16 @@ def _announce_node(run: Run) -> None:
     pod, node = find_victim(run.cluster, run.namespace, run.name)
     run.cluster.kubectl("taint", "node", node, f"{SPOT}=notice:NoSchedule")
     try:
-        run.wait(
-            lambda _: nodes_of(run.cluster, run.namespace, run.name).get(pod) not in (node, None), 240, f"{pod} leaves"
-        )
+        run.wait(lambda _: _find_node(run, pod) not in (node, ""), 240, f"{pod} leaves")
     finally:
         run.cluster.kubectl("taint", "node", node, f"{SPOT}-")
     run.go_on()
+
+
+def _find_node(run: Run, name: str) -> str:
+    """Return the node of a pod; nothing while it has none."""
+    pods = {pod["metadata"]["name"]: pod for pod in run.cluster.pods(run.namespace, run.name)}
+    return str(pods[name]["spec"].get("nodeName", "")) if name in pods else ""
 
 
 def _kill_node(run: Run) -> None:
