@@ -221,6 +221,15 @@ def test_an_export_leaves_a_link_and_replaces_what_it_leads_to(tmp_path: Path) -
     assert (tmp_path / "large" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("export", [exporting.export_safetensors, exporting.export_dcp])
+def test_a_store_is_never_replaced_by_its_export(export: Any, tmp_path: Path) -> None:
+    store = save(tmp_path / "run" / "store", model=network())
+    for place in ("run", "run/store"):
+        with pytest.raises(CheckpointError, match="would be replaced, and holds the store"):
+            export(store, tmp_path / place, replace=True)
+    assert same(everstep.load(store)["model"], network().state_dict())
+
+
 def test_what_is_no_tensor_is_named_where_a_format_holds_tensors_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -131,6 +131,24 @@ def test_a_folder_with_files_is_replaced_only_on_demand(tmp_path: Path, given: P
     assert state(target) == state(given)
 
 
+@pytest.mark.parametrize("place", ["run/store", "run", "run/store/data", "link"])
+def test_a_store_is_never_replaced_by_what_is_restored_from_it(place: str, tmp_path: Path, given: Path) -> None:
+    (tmp_path / "link").symlink_to("run")
+    store = open_store(tmp_path / "run" / "store")
+    folder.save_folder(store, key(5), given)
+    with pytest.raises(CheckpointError, match=r"would be replaced, and .* the store .*: give another place"):
+        folder.restore_folder(store, tmp_path / place, replace=True)
+    verify_checkpoint(store, key(5))
+    folder.restore_folder(store, tmp_path / "run" / "out")
+    folder.restore_folder(store, tmp_path / "run" / "out", replace=True)
+    verify_checkpoint(store, key(5))
+
+
+def test_a_folder_that_holds_its_store_is_not_published(tmp_path: Path, given: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds the store"):
+        folder.save_folder(open_store(given / "store"), key(5), given)
+
+
 def test_what_a_killed_restore_left_goes_with_the_next(tmp_path: Path, given: Path) -> None:
     store = open_store(tmp_path / "store")
     folder.save_folder(store, key(5), given)

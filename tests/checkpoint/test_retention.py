@@ -17,7 +17,7 @@ from everstep.checkpoint.catalog.leases import SECONDS, CheckpointLease, list_le
 from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, verify_and_mark
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.publish import commit
-from everstep.checkpoint.retention.retention import plan_retention, prune_store, prune_verified
+from everstep.checkpoint.retention.retention import SWEEP_AFTER, plan_retention, prune_store, prune_verified
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load, newer
@@ -242,11 +242,25 @@ def test_a_wrong_clock_of_who_reads_or_of_who_removes_harms_nobody(
     assert not list(store.list("leases/"))
 
 
+def test_what_somebody_else_has_put_beside_leases_stays(store: Store) -> None:
+    for name in ("leases/contract.pdf", "leases/2024/contract.json", "leases/0.json"):
+        store.replace(name, b"theirs")
+    training.save(store, key(10))
+    training.save(store, key(20))
+    later = time.time() + 10 * SWEEP_AFTER
+    assert prune_store(store, {key(20)}, keep_last=1, clock=lambda: later).removed == (key(10),)
+    assert {entry.name for entry in store.list("leases/")} == {
+        "leases/contract.pdf",
+        "leases/2024/contract.json",
+        "leases/0.json",
+    }
+
+
 def test_a_lease_that_cannot_be_read_holds_nothing_and_goes(store: Store) -> None:
     training.save(store, key(10))
     training.save(store, key(20))
     for number, content in enumerate((b"", b"[]", b"{}", b'{"attempt": 1, "step": 2, "expires": 3}', b"\xff")):
-        store.replace(f"leases/{number}.json", content)
+        store.replace(f"leases/{number:016x}.json", content)
     assert list_leases(store) == {}
     assert prune_store(store, {key(20)}, keep_last=1).removed == (key(10),)
     prune_store(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100)

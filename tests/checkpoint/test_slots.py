@@ -16,7 +16,8 @@ from everstep.checkpoint.errors import CheckpointError, Missing
 from everstep.checkpoint.format.checksum import compute_checksum
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.host.available_memory import InsufficientMemory
-from everstep.checkpoint.slots.slots import COPIES, Claim, Slot, Slots, SlotState, default_directory
+from everstep.checkpoint.slots.own_files import COPIES
+from everstep.checkpoint.slots.slots import Claim, Slot, Slots, SlotState, default_directory
 from everstep.checkpoint.writer.persist import GivenUp, Mappings, SaveProgress, sum_slot
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill, layout
@@ -268,3 +269,14 @@ def test_a_layout_is_kept_once(slots: Slots) -> None:
     assert slots.save_layout(boxes) == slots.save_layout(boxes)
     assert slots.layout(slots.save_layout(boxes)) == boxes
     assert len(list((slots.directory / "layouts").iterdir())) == 1
+
+
+def test_nothing_of_anybody_else_s_goes_with_the_slots(slots: Slots) -> None:
+    theirs = [slots.directory / name for name in ("notes", "run/store/a", "2024/a", ".profile", "peer/2024/a")]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("theirs")
+    assert slots.surplus(2) == []
+    assert slots.remove()
+    assert [path.read_text() for path in theirs] == ["theirs"] * len(theirs)
+    assert not (slots.directory / "0").exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -69,3 +71,12 @@ def test_the_snippets_on_other_libraries_run(tmp_path: Path, monkeypatch: pytest
         exec(snippet.replace("s3://bucket/", ""), {"torch": torch})
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert everstep.load("new").step == 7
+
+
+def test_what_the_page_takes_from_everstep_is_there_after_its_import() -> None:
+    names = sorted(
+        set(re.findall(r"\beverstep((?:\.[A-Za-z_]+)+)\(", "\n".join(snippets("Save and restore with PyTorch"))))
+    )
+    assert ".data.Sampler" in names
+    code = "; ".join(["import everstep", *(f"everstep{name}" for name in names)])
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -151,3 +152,12 @@ def test_a_name_that_leads_out_of_the_store_is_refused(store: Store, name: str) 
         store.read(name)
     with pytest.raises(ValueError, match="not the name"):
         store.put(name, [b""], 0)
+
+
+def test_objects_of_names_that_no_store_gives_are_somebody_elses(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put(PART, [b"abc"], 3)
+    (tmp_path / PART).with_name("a copy of it (1).part").write_bytes(b"abc")
+    assert names(store) == [PART]
+    store.delete(names(store))
+    assert names(store) == []

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from everstep_operator.api.status import ConditionType
 from everstep_operator.plan.affinity import exclude_nodes, is_node_allowed, list_excluded_nodes
 from everstep_operator.plan.node_loss import HELD_SECONDS, MAX_SUSPECTS
 from everstep_operator.plan.node_view import NodeView
@@ -40,6 +41,52 @@ def test_a_kubelet_that_restarts_while_the_operator_has_not_reached_the_leader_f
         assert forced(world.reconcile()) == []
     assert world.status.restarts.infrastructure == 0
     assert world.phase == "Running"
+
+
+def test_a_leader_whose_machine_dies_with_the_operator_is_replaced_by_the_next_operator() -> None:
+    """The next one never reaches it; the job's status says that the last one did."""
+    world = running(4)
+    world.silence_node(0)
+    world.restart_operator()
+    world.reconcile()
+    node = world.pods["digits-0"].node
+    assert node in world.reconcile().suspects
+    world.now += world.settings.fence_timeout - 1
+    assert forced(world.reconcile()) == [], "it may stand still for that long"
+    world.now += 1
+    assert world.status.is_true(ConditionType.DEGRADED)
+    assert forced(world.reconcile()) == ["digits-0"]
+    world.leader_reachable = True
+    world.run("Running")
+    assert world.status.restarts.infrastructure == 1
+
+
+def test_an_operator_that_starts_where_the_one_before_did_not_reach_the_leader_knows_nothing_of_it() -> None:
+    world = running(4)
+    world.leader_reachable = False
+    for _ in range(3):
+        world.now += 30.0
+        world.reconcile()
+    assert world.status.is_true(ConditionType.DEGRADED)
+    world.restart_operator()
+    mark(world, 0, silent_since=world.now)
+    for _ in range(20):
+        world.reconcile()
+        world.now += 30.0
+    assert world.status.restarts.total == 0
+    assert world.phase == "Running"
+
+
+def test_a_leader_that_no_operator_has_reached_in_its_epoch_is_not_taken_for_dead() -> None:
+    world = World(job().nodes(2).build())
+    world.leader_reachable = False
+    world.run("Running", limit=60)
+    world.restart_operator()
+    mark(world, 0, silent_since=world.now)
+    for _ in range(20):
+        world.reconcile()
+        world.now += 30.0
+    assert world.status.restarts.total == 0
 
 
 def test_of_a_leader_whose_kubelet_has_outlived_it_no_other_lease_is_read() -> None:

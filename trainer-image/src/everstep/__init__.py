@@ -4,6 +4,7 @@
 job says, or `everstep.checkpointer(store, …)` where a script says, with `MemoryOptions`, `RetentionOptions`,
 `StorageOptions` and `TimeOptions` for what is rarely said; `has_checkpoint_store()` tells whether the job says where.
 `everstep.load(uri)`, `load_into(uri, model=model)`, `list_checkpoints(uri)` and `best(uri, metric)` only read.
+`everstep.data.Sampler` has the order of the data, which survives restarts at any number of ranks.
 `FromRank(object)` and `PerRank(object)` say whose state is saved where ranks hold different ones.
 Everything else is in the submodules; importing this package imports nothing but the standard library.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everstep import data as data
     from everstep.checkpoint.catalog.listing import best as best
     from everstep.checkpoint.catalog.listing import list_checkpoints as list_checkpoints
     from everstep.checkpoint.load.api import load as load
@@ -60,6 +62,9 @@ _WHERE = {
 }
 
 
+_PACKAGES = {"data"}
+
+
 def __getattr__(name: str) -> Any:
     # Lazily, since the agent carries this file but not the library.
     if name in _WHERE:
@@ -67,4 +72,8 @@ def __getattr__(name: str) -> Any:
 
         module, attribute = _WHERE[name]
         return getattr(import_module(module), attribute)
+    if name in _PACKAGES:
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

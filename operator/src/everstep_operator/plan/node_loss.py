@@ -8,7 +8,8 @@ restarted or updated leaves its pods running, and an agent may be starved or cut
 The leader's agent is one that the operator cannot reach, for a fence timeout: a machine that stands still for less goes
 on as if nothing had been. Nor does that prove anything where the kubelet was heard later: machines that die fall silent
 as a whole, and whatever else keeps the operator from the leader (a NetworkPolicy, its own network) may last for weeks,
-in which kubelets are restarted.
+in which kubelets are restarted. An operator that has just started takes a leader for one that it can reach if the job's
+status says that the operator before it could.
 
 Where more than half of the nodes of a job, a zone or a cluster of at least `MIN_BRAKED` are silent together, a network
 that is cut in two is likelier than that many deaths: nothing is done, and the job says `Held`.
@@ -16,16 +17,19 @@ that is cut in two is likelier than that many deaths: nothing is done, and the j
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.status import ConditionType, TrainingJobStatus
 from everstep_operator.plan.agent_config import find_fence_timeout, find_termination_grace
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.leader_view import LeaderView
 from everstep_operator.plan.node_view import NodeView
-from everstep_operator.plan.observation import PlanSettings, PodView
+from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import RUN_PHASES, PlanContext
+from everstep_operator.plan.plan_settings import PlanSettings
 
 MIN_BRAKED = 3
 MAX_SUSPECTS = 64  # nodes of one job whose Leases are read at a time
@@ -44,7 +48,7 @@ def list_suspect_nodes(s: PlanContext) -> tuple[frozenset[str], float | None]:
     suspects, later = set(), []
     grace = find_termination_grace(s.job, s.observed.settings)
     fence_timeout = find_fence_timeout(s.job, s.observed.frozen, s.observed.settings)
-    leader = s.observed.leader
+    leader = _recall_leader(s.status, s.observed.leader)
     bound = [pod for pod in s.observed.ours if pod.node and pod.ended is None]
     for pod in bound:
         node = s.observed.nodes.get(pod.node or "")
@@ -93,7 +97,7 @@ def declare_lost_nodes(
         return dict(nodes)  # another job may have asked for their Leases; but nobody would fence what may run there
     grace, fence_timeout = find_termination_grace(job, settings), find_fence_timeout(job, frozen, settings)
     bound = [pod for pod in pods if pod.owner == job.metadata.uid and pod.node and pod.ended is None]
-    dead, marked = set(), dict(nodes)
+    dead, marked, leader = set(), dict(nodes), _recall_leader(job.status, leader)
     for pod in bound:
         node = nodes.get(pod.node or "")
         if node is None or node.silent_since is None or node.gone_since is not None:
@@ -111,6 +115,19 @@ def declare_lost_nodes(
         held = node.held or brake
         marked[name] = replace(node, held=held) if held else replace(node, dead_since=node.silent_since)
     return marked
+
+
+def _recall_leader(status: TrainingJobStatus, leader: LeaderView | None) -> LeaderView | None:
+    """Return a leader that has not answered this operator as if it had when it was first asked, if one before has
+    reached it: the status names a generation of its epoch, and no loss of connection that is older."""
+    if leader is None or leader.answered_at is not None or not status.generation:
+        return leader
+    degraded = status.condition(ConditionType.DEGRADED)
+    if degraded is not None and degraded.status == "True":
+        since = degraded.last_transition_time.timestamp()
+        if since < math.floor(leader.asked_since):  # the API has whole seconds
+            return leader
+    return replace(leader, answered_at=leader.asked_since, epoch=status.epoch, generation=status.generation)
 
 
 def _find_brake(nodes: Mapping[str, NodeView], bound: Sequence[PodView], leader: LeaderView | None) -> str:

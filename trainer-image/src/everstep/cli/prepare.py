@@ -45,7 +45,7 @@ def prepare_local_job(
         CliError: The job cannot run without a cluster.
     """
     from everstep_operator.plan.agent_config import build_job_config
-    from everstep_operator.plan.observation import PlanSettings
+    from everstep_operator.plan.plan_settings import PlanSettings
 
     if job.spec.command is None:
         raise CliError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import threading
 import time
@@ -16,9 +17,11 @@ from contextlib import contextmanager, suppress
 from everstep.checkpoint.catalog.candidates import is_committed
 from everstep.checkpoint.errors import CheckpointError, Missing, Removed, StoreError, is_damage
 from everstep.checkpoint.format.keys import LEASES, Attempt, Key
-from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.store.base import Store, StoredObject
 
 SECONDS = 900.0
+
+_OUR_NAME = re.compile(re.escape(LEASES) + r"[0-9a-f]{16}\.json", re.ASCII)  # in a folder that others may use too
 
 
 class CheckpointLease:
@@ -32,7 +35,7 @@ class CheckpointLease:
         self, store: Store, key: Key, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._seconds, self._clock = store, seconds, clock
-        self._name = f"{LEASES}{secrets.token_hex(8)}.json"
+        self._name = _make_name()
         self._until = 0.0
         self.key = key
         self.renew()
@@ -119,11 +122,16 @@ def telling_removed(store: Store, key: Key) -> Iterator[None]:
         raise
 
 
+def list_lease_objects(store: Store) -> Iterator[StoredObject]:
+    """Yield the objects of all leases, dead or alive, readable or not; others are somebody else's."""
+    return (entry for entry in store.list(LEASES) if _OUR_NAME.fullmatch(entry.name))
+
+
 def list_leases(store: Store) -> dict[str, tuple[Key, float]]:
     """Return of each lease's name what it holds, and until when, in seconds since 1970 by the store's clock: see
     find_time(). Unreadable ones are left out."""
     found = {}
-    for entry in store.list(LEASES):
+    for entry in list_lease_objects(store):
         try:
             fields = json.loads(store.read(entry.name))
             key = Key(Attempt.parse(fields["attempt"]), fields["step"])
@@ -140,10 +148,14 @@ def find_time(store: Store) -> float:
     What is in a store was dated by that clock. Ours may be hours away from it, and what we take for old may be what
     somebody writes or reads at this moment. A store that may not be written to, or dates nothing, has our time.
     """
-    name = f"{LEASES}{secrets.token_hex(8)}.json"  # unreadable as a lease; the next prune removes what is left of it
+    name = _make_name()  # unreadable as a lease; the next prune removes what is left of it
     found = math.inf
     with suppress(StoreError):
         store.replace(name, b"{}")
         found = next((entry.modified for entry in store.list(name)), math.inf)
         store.delete([name])
     return found if math.isfinite(found) else time.time()
+
+
+def _make_name() -> str:
+    return f"{LEASES}{secrets.token_hex(8)}.json"

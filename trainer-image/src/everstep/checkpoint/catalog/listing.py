@@ -16,6 +16,8 @@ from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.user_metadata import read_metadata
 from everstep.checkpoint.store.base import Store, open_store
 
+_PASSES = 10
+
 
 @dataclass(frozen=True)
 class CheckpointInfo:
@@ -56,8 +58,16 @@ def list_checkpoints(
         StoreError: The store cannot be listed.
     """
     store = open_store(uri, **(options or {})) if isinstance(uri, str | os.PathLike) else uri
+    # A run that keeps few may have removed all of them before the first was read: others have come in their place.
+    for _ in range(_PASSES):
+        keys = list_candidates(store)
+        if (found := _describe(store, keys)) or not keys:
+            break
+    return found
+
+
+def _describe(store: Store, keys: list[Key]) -> list[CheckpointInfo]:
     found = []
-    keys = list_candidates(store)
     marked = set(VerifiedCheckpoints(store, mark=False).marked(keys))
     for key in keys:
         try:

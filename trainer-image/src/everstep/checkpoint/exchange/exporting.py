@@ -34,6 +34,7 @@ from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.state.ties import find_kept_names
 from everstep.checkpoint.store.base import open_store
+from everstep.checkpoint.store.overlap import check_leaves_store
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -80,13 +81,14 @@ def export_safetensors(
         The key of what was exported.
 
     Raises:
-        CheckpointError: The object is not in the checkpoint, or the target is there already.
+        CheckpointError: The object is not in the checkpoint, or the target is there already, or holds the store.
         NoSuchStep, NoGoodCheckpoint: As load().
     """
     from safetensors.torch import save_file
 
     path = Path(target)
     is_file = path.suffix == ".safetensors"
+    check_leaves_store(path, open_store(uri, **(options or {})))
     if is_file and config is not None:
         raise CheckpointError(f"{path} is a file: a config.json belongs into a folder; give a folder as the target")
 
@@ -258,12 +260,13 @@ def export_dcp(
         The key of what was exported.
 
     Raises:
-        CheckpointError: The folder is there already; or two keys of a dictionary are the same as text.
+        CheckpointError: The folder is there already or holds the store, or two keys of a dictionary are one text.
         NoSuchStep, NoGoodCheckpoint: As load().
     """
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
+    check_leaves_store(path, open_store(uri, **(options or {})))
     loaded = load(uri, step=step, only=only, rename=rename, cast=cast, options=options)
     state = {name: each for name, each in loaded.items() if name != "rank"}
     if changed := list(_changed_by_dcp("", state)):

@@ -27,12 +27,12 @@ from everstep.checkpoint.format.manifest import Manifest
 from everstep.checkpoint.peers import replica_slots
 from everstep.checkpoint.peers.peer_link import MAX_MESSAGE, PeerLink, PeerLost
 from everstep.checkpoint.peers.replica_slots import Copies
+from everstep.checkpoint.slots.own_files import PORT
 from everstep.checkpoint.slots.slot_files import is_own
 from everstep.checkpoint.slots.slots import Claim, Slot, Slots
 
 _log = logging.getLogger("everstep.checkpoint.peer")
 
-PORT = "port"
 MOST_CONNECTIONS = 512  # those that restore keep a few open for each rank
 
 

@@ -20,7 +20,8 @@ from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.manifest import HEADER, Chunk, Manifest, decode_manifest
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.peers.peer_link import TIMEOUT, PeerLink
-from everstep.checkpoint.slots.slots import COPIES, READ_TIMEOUT, Claim, Slot, Slots
+from everstep.checkpoint.slots.own_files import COPIES
+from everstep.checkpoint.slots.slots import READ_TIMEOUT, Claim, Slot, Slots
 
 _POLL = 0.02  # seconds
 

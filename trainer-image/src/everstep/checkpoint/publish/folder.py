@@ -33,6 +33,7 @@ from everstep.checkpoint.host import unfinished
 from everstep.checkpoint.publish.publication import WholeTensor, write_checkpoint
 from everstep.checkpoint.state.names import escape_segment, join_segments
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.store.overlap import check_leaves_store, holds_store
 
 VALUE = FOLDER
 
@@ -140,11 +141,16 @@ def save_folder(
     May be tried again after an error, and by several processes at the same time: one of them commits all of its own.
 
     Raises:
+        CheckpointError: The store lies in the folder.
         Changed: Somebody wrote into the folder meanwhile.
         WriterConflict: `key` is committed already; it says by whom.
         Fenced: This attempt may not publish.
         StoreError: The store did not do it, or nobody can tell.
     """
+    if holds_store(folder, store):
+        raise CheckpointError(
+            f"{folder} holds the store {store.url}, and would be published with it: give another place"
+        )
     before = Contents.of(folder) if contents is None else contents
     tensors = {
         _get_tensor_name(file.path): WholeTensor(
@@ -196,11 +202,13 @@ def restore_folder(
     Raises:
         Missing: Nothing was ever saved.
         NoSuchStep: Nothing of this step was.
+        CheckpointError: `into` is not empty, or the store would go with what is there.
         Damaged, NoFolder: None of what was saved can be restored.
         Removed: What was meant has been removed meanwhile.
     """
     check_threads(threads)
     into = into.resolve()
+    check_leaves_store(into, store)
     if into.exists() and not replace and (not into.is_dir() or any(into.iterdir())):
         raise CheckpointError(
             f"{into} is there and not empty: restore to another place, or say that it may be replaced"

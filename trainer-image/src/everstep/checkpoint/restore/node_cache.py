@@ -19,9 +19,9 @@ from pathlib import Path
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.manifest import CHUNK, HEADER, Chunk, Manifest, align_offset
 from everstep.checkpoint.host import available_memory
+from everstep.checkpoint.slots.own_files import RESTORES
 from everstep.checkpoint.slots.slot_files import naming_full_memory, secure_directory
 
-_PREFIX = "restore-"
 _LOCK = "lock"  # held by the process that made the folder, for as long as it lives
 _SECONDS = 10.0
 
@@ -31,8 +31,8 @@ class NodeCache:
 
     def __init__(self, memory: Path, name: str, *, shared: bool) -> None:
         # Beside the slots, not among them: they are a run's, which may remove them when it ends.
-        self._folder = _get_neighbour_path(memory, f"{_PREFIX}{name}")
-        self._pattern = _get_neighbour_path(memory, f"{_PREFIX}*").name
+        self._folder = _get_neighbour_path(memory, f"{RESTORES}{name}")
+        self._pattern = _get_neighbour_path(memory, f"{RESTORES}*").name
         self._lock: int | None = None
         self._shared = shared
         self._parts: dict[int, memoryview] = {}

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from everstep.checkpoint.catalog.best import KeepBest
 from everstep.checkpoint.catalog.candidates import list_candidates
-from everstep.checkpoint.catalog.leases import find_time, list_leases
+from everstep.checkpoint.catalog.leases import find_time, list_lease_objects, list_leases
 from everstep.checkpoint.catalog.manifests import read_index
 from everstep.checkpoint.catalog.needed_checkpoints import find_needed_checkpoints
 from everstep.checkpoint.catalog.verification import OnBytes, VerifiedCheckpoints, list_marks
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
-from everstep.checkpoint.format.keys import DATA, LEASES, Attempt, Key
+from everstep.checkpoint.format.keys import DATA, Attempt, Key
 from everstep.checkpoint.store.base import Store, StoredObject
 
 SWEEP_AFTER = 24 * 3600.0  # seconds; longer than any save takes
@@ -140,7 +140,7 @@ def prune_store(
         _remove_files(store, key, left[key])
     dead = [
         entry.name
-        for entry in store.list(LEASES)
+        for entry in list_lease_objects(store)
         if entry.modified < now - sweep_after and (entry.name not in held or held[entry.name][1] <= now)
     ]
     store.delete(dead)

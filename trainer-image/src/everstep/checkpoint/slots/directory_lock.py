@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from everstep.checkpoint.slots import slot_files
+from everstep.checkpoint.slots import own_files, slot_files
 
 
 class DirectoryLock:
@@ -41,7 +41,7 @@ def lock_directory(directory: Path, timeout: float) -> DirectoryLock:
     Raises:
         SystemExit: Another process has it.
     """
-    path = directory / "writer.lock"
+    path = directory / own_files.LOCK
     until = time.monotonic() + timeout
     while True:
         slot_files.secure_directory(directory)

@@ -41,6 +41,7 @@ from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.host.paths import make_absolute
+from everstep.checkpoint.slots.own_files import COPIES, LAYOUTS, is_own_entry
 from everstep.checkpoint.slots.slot_files import (
     MEMORY_VARIABLE,
     allocate_file,
@@ -53,7 +54,6 @@ from everstep.checkpoint.slots.slot_files import (
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the node's own shared memory; the folder in it is ours alone
 VERIFIED = "verified"
-COPIES = "peer"
 READ_TIMEOUT = 10.0  # seconds that a save or a copy waits for a slot which processes that restore still read
 
 
@@ -268,7 +268,7 @@ class Slots:
     def create(cls, directory: Path, count: int) -> Slots:
         """Make what is missing; CheckpointError when the directory is not ours alone."""
         secure_directory(directory)
-        (directory / "layouts").mkdir(mode=0o700, exist_ok=True)
+        (directory / LAYOUTS).mkdir(mode=0o700, exist_ok=True)
         made = cls(directory)
         made._make_folders(count)
         return made
@@ -317,7 +317,7 @@ class Slots:
 
     def surplus(self, count: int) -> list[Slot]:
         """Return the slots that a run with so many of them does not fill."""
-        return [slot for slot in self if slot.number >= count]
+        return [slot for slot in self if slot.number >= count and is_own_entry(slot.path)]
 
     def need(self, sizes: Sequence[int], count: int) -> int:
         """Return the bytes of memory that `count` slots, there or not, would take beyond what is there.
@@ -353,7 +353,7 @@ class Slots:
         return True
 
     def _layout_path(self, name: str) -> Path:
-        return self.directory / "layouts" / f"{name}.json"
+        return self.directory / LAYOUTS / f"{name}.json"
 
     def _make_folders(self, count: int) -> None:
         for number in range(count):
@@ -405,7 +405,7 @@ class Slots:
             try:
                 self._move_away()
             except OSError:  # it is gone, or has no inode left for a folder within
-                for path in list_files(self.directory):
+                for path in filter(is_own_entry, list_files(self.directory)):
                     shutil.rmtree(path, ignore_errors=True)
         self.clear_removed()
         return True
@@ -418,17 +418,20 @@ class Slots:
 
     def _move_away(self) -> None:
         gone = self.directory.with_name(f"{self._removed_prefix}{os.getpid()}")
-        try:
-            self.directory.rename(gone)
-        except OSError as error:
-            if error.errno not in (errno.EBUSY, errno.EXDEV, errno.EACCES):
-                raise
-            # A mount, or in a folder that is not ours: what is in it goes.
-            inside = self.directory / gone.name
-            inside.mkdir(mode=0o700)
-            for path in self.directory.iterdir():
-                if path != inside:
-                    path.rename(inside / path.name)
+        if all(map(is_own_entry, self.directory.iterdir())):
+            try:
+                self.directory.rename(gone)
+            except OSError as error:
+                if error.errno not in (errno.EBUSY, errno.EXDEV, errno.EACCES):
+                    raise
+            else:
+                return
+        # A mount, or in a folder that is not ours, or somebody has put more into it: what is ours in it goes.
+        inside = self.directory / gone.name
+        inside.mkdir(mode=0o700)
+        for path in self.directory.iterdir():
+            if path != inside and is_own_entry(path):
+                path.rename(inside / path.name)
 
     @property
     def _removed_prefix(self) -> str:

@@ -126,9 +126,14 @@ class LocalStore(Protocol):
         ...
 
 
+def is_name(name: str) -> bool:
+    """Tell whether an object may have this name. What has another one is somebody else's: no store lists it."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
     """`name` itself; ValueError unless it is a relative path of plain segments of which none begins with a dot."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ValueError(f"not the name of an object: {name!r}")
     return name
 

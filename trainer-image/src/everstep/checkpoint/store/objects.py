@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from everstep.checkpoint.errors import CheckpointError, Damaged, Denied, Full, Missing, StoreError
-from everstep.checkpoint.store.base import StoredObject, check_name
+from everstep.checkpoint.store.base import StoredObject, check_name, is_name
 from everstep.checkpoint.store.retry import Retry
 
 T = TypeVar("T")
@@ -45,7 +46,10 @@ class ObjectStore:
         self._root = str(root).rstrip("/")
         self._decides = (
             "mode" in inspect.signature(getattr(self._system, "_pipe_file", self._system.pipe_file)).parameters
+            # fsspec's own way is to look and to write, and takes a failed look for an absence.
+            and _overrides(self._system, "pipe_file")
         )
+        self._finds = _overrides(self._system, "find")
 
     @property
     def url(self) -> str:
@@ -129,7 +133,7 @@ class ObjectStore:
         found = self._call(f"list {prefix}", partial(self._find, folder))
         for path, details in found.items():
             name = path[len(self._root) + 1 :]
-            if name.startswith(prefix):
+            if name.startswith(prefix) and is_name(name):
                 yield StoredObject(name, int(details["size"]), _get_modified_time(details))
 
     def delete(self, names: Iterable[str]) -> None:
@@ -149,14 +153,37 @@ class ObjectStore:
                 self._system.pipe_file(path, data, mode="create")
                 return
             self._system.invalidate_cache()
-            if self._system.exists(path):
+            if self._is_there(path):
                 raise FileExistsError(name)
             self._system.pipe_file(path, data)
 
     def _find(self, folder: str) -> dict[str, dict[str, Any]]:
         self._system.invalidate_cache()
+        if not self._finds:
+            return dict(self._walk(folder))
         found: dict[str, dict[str, Any]] = self._system.find(folder, detail=True)
         return found
+
+    def _walk(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        # fsspec's own walk leaves out what could not be listed, for whatever reason.
+        try:
+            entries = self._system.ls(folder, detail=True)
+        except FileNotFoundError:
+            return  # it was never made, or is removed with its last file at this moment
+        for entry in entries:
+            path = entry["name"].rstrip("/")
+            if entry["type"] != "directory":
+                yield path, entry
+            elif path != folder:  # some list a folder in itself
+                yield from self._walk(path)
+
+    def _is_there(self, path: str) -> bool:
+        # fsspec's exists() is false for whatever error.
+        try:
+            self._system.info(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _call(self, what: str, call: Callable[[], T], name: str = "") -> T:
         def once() -> T:
@@ -172,6 +199,13 @@ class ObjectStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
+
+
+def _overrides(system: AbstractFileSystem, method: str) -> bool:
+    """Tell whether a backend has a method of its own, in place of what fsspec does for any backend."""
+    if isinstance(system, AsyncFileSystem):
+        return getattr(type(system), f"_{method}") is not getattr(AsyncFileSystem, f"_{method}")
+    return getattr(type(system), method) is not getattr(AbstractFileSystem, method)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 from everstep.checkpoint.errors import Damaged, Denied, Full, Missing, StoreError
 from everstep.checkpoint.format.keys import FOLDERS, RUN
 from everstep.checkpoint.host.paths import make_absolute
-from everstep.checkpoint.store.base import ObjectReader, StoredObject, check_name
+from everstep.checkpoint.store.base import ObjectReader, StoredObject, check_name, is_name
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.mounts import is_on_this_machine
 from everstep.checkpoint.store.reader import open_file
@@ -121,7 +121,7 @@ class PosixStore:
         with _translate_errors(f"list {prefix}", self.url):
             for path, status in _iterate_files(folder):
                 name = path.relative_to(self._root).as_posix()
-                if name.startswith(prefix) and not path.name.startswith("."):
+                if name.startswith(prefix) and is_name(name):
                     yield StoredObject(name, status.st_size, status.st_mtime)
 
     def delete(self, names: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from everstep.checkpoint.errors import Damaged, Missing, StoreError
 from everstep.checkpoint.format.keys import DATA, Key
-from everstep.checkpoint.store.base import StoredObject, check_name
+from everstep.checkpoint.store.base import StoredObject, check_name, is_name
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.store.s3_client import OutOfRange, S3Location, Taken, Unknown, translate_errors
 from everstep.checkpoint.store.s3_upload import Upload, compute_crc32c_base64, part_size_for, require_field, split_parts
@@ -125,7 +125,8 @@ class S3Store:
         while True:
             answer = self._repeat(partial(self._page, prefix, more))
             for found in answer.get("Contents", ()):
-                yield StoredObject(found["Key"][start:], found["Size"], found["LastModified"].timestamp())
+                if is_name(name := found["Key"][start:]):
+                    yield StoredObject(name, found["Size"], found["LastModified"].timestamp())
             if not answer["IsTruncated"]:
                 return
             more = {"ContinuationToken": answer["NextContinuationToken"]}

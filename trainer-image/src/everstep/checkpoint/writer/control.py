@@ -25,10 +25,10 @@ from typing import Any, Literal
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.keys import Attempt
 from everstep.checkpoint.slots import slot_files
+from everstep.checkpoint.slots.own_files import LOG as LOG
+from everstep.checkpoint.slots.own_files import SOCKET as SOCKET
 
 PROTOCOL = 5
-SOCKET = "control"
-LOG = "writer.log"
 MAX_LINE = 1 << 20
 START_TIMEOUT = 30.0
 ANSWER_TIMEOUT = 60.0

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from everstep.checkpoint.slots.own_files import SOCKET
 from everstep.checkpoint.writer import control
 
 _log = logging.getLogger("everstep.checkpoint.writer")
@@ -25,7 +26,7 @@ class ControlSocket:
     """
 
     def __init__(self, directory: Path, accept: Accept) -> None:
-        self._path = directory / control.SOCKET
+        self._path = directory / SOCKET
         self._accept = accept
         self._server: asyncio.Server | None = None
         self._file: os.stat_result | None = None
