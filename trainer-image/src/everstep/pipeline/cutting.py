@@ -19,6 +19,7 @@ from everstep.pipeline.frontend.writes import refuse_reads_of_statistics, refuse
 from everstep.pipeline.gradient_mode import check_gradient_mode
 from everstep.pipeline.half import refuse_half_regions
 from everstep.pipeline.left_behind import LossUses, WatchedLoss, check_left_behind, check_second_forward
+from everstep.pipeline.loss_graph import check_loss_graph
 from everstep.pipeline.loss_state import loss_kept, refuse_state
 from everstep.pipeline.negotiation import PipelineTerms
 from everstep.pipeline.plan import Plan
@@ -155,9 +156,9 @@ def _watch_loss(terms: PipelineTerms, found: Traced | Tree) -> tuple[Loss, LossU
     left = found.left if isinstance(found, Traced) else ()
     uses = LossUses()
     if request.targets is not None:
-        uses = terms.control.run_on_first_rank(
-            lambda: check_left_behind(request.model, left, terms.example, request.targets, loss, weight, unsplit_inputs)
-        )
+        model, inputs, targets, first = request.model, terms.example, request.targets, terms.control.run_on_first_rank
+        uses = first(lambda: check_left_behind(model, left, inputs, targets, loss, weight, unsplit_inputs))
+        first(lambda: check_loss_graph(model, inputs, targets, loss, weight, unsplit_inputs))
     return WatchedLoss(loss, request.model, left), uses
 
 

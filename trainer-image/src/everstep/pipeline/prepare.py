@@ -135,8 +135,12 @@ def make_plan(
     if loss is not None and request.targets is not None:
         where = torch.device("cpu") if request.costs == "counted" else place.device  # where the nodes' values will be
         own = map_tensors(part, lambda tensor: tensor.to(where))
+
+        def copied() -> Any:  # for each call: a loss may change in place what it is given, and this is the script's
+            return map_tensors(own, lambda tensor: tensor.clone())
+
         nodes = {
-            name: WithLoss(node, lambda output: loss(output, own)) if OUTPUT in node.outputs else node
+            name: WithLoss(node, lambda output: loss(output, copied())) if OUTPUT in node.outputs else node
             for name, node in nodes.items()
         }
     groups = group_alike_nodes(found) if isinstance(found, Traced) else ()

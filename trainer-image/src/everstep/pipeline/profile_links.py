@@ -113,7 +113,7 @@ def combine_profiles(profiles: Sequence[Profile], links: Sequence[Sequence[Link]
 
 def _measure_held_share(peer: int, size: int, link: Link, group: Any, device: Any, repeats: int) -> float:
     """The share of a message's time in which this rank does not compute, while one goes and one comes."""
-    matrix, took = torch.rand(256, 256, device=device), 0.0
+    matrix, took = torch.full((256, 256), 1 / 256, device=device), 0.0
     sent, coming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     target = dist.get_global_rank(group, peer) if group is not None else peer
     times: dict[bool, list[float]] = {False: [], True: []}

@@ -29,7 +29,7 @@ from everstep.pipeline.engine.casts import forget_stale_casts, share_casts
 from everstep.pipeline.engine.clipping import clip_gradients
 from everstep.pipeline.engine.losses import Loss, LossPart, Total, compute_loss
 from everstep.pipeline.engine.mail import P2PMessenger
-from everstep.pipeline.engine.microbatch import Parts, compute_bounds, select_arguments, split_batch
+from everstep.pipeline.engine.microbatch import Parts, compute_bounds, lend_targets, select_arguments, split_batch
 from everstep.pipeline.engine.nested import StageValue
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.overlap import last_backwards
@@ -123,8 +123,7 @@ class Engine:
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
         self._batches, self._total = 0, Total()
         self._training, self._closed = True, ""  # why
-        self._inputs, self._targets = list[Any](), list[Any]()
-        self._sizes: list[int] = []
+        self._inputs, self._targets, self._sizes = list[Any](), list[Any](), list[int]()
 
     def step(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None, *, last: bool = True) -> StepResult:
         """Forward and backward of one batch of this replica; then parameters have the gradients of the mean loss.
@@ -153,7 +152,9 @@ class Engine:
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
             self._commit_statistics()  # of layers that are in training, as to find them anew for averaged weights
+            self._total.drew = self._random.drew_in_evaluation
             scaled = scale_to_mean_loss([], [], self._total, self._sum, LossScale(), None, self.transport.device)
+            self._random.end_evaluation(drew=scaled.drew)
         return StepResult(scaled.loss, scaled.count, self._metrics(scaled), outputs=outputs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,8 +342,8 @@ class Engine:
     def _loss_of(self, microbatch: int, output: Any) -> LossPart | None:
         if not self._targets or self._loss is None:
             return None
-        targets, size = self._targets[microbatch], self._sizes[microbatch]
-        return compute_loss(self._loss, output, targets, size, self.options.loss_weight)
+        targets = lend_targets(self._targets[microbatch], copied=self.options.recomputes(self._last))
+        return compute_loss(self._loss, output, targets, self._sizes[microbatch], self.options.loss_weight)
 
     def _of_all(self, microbatch: int) -> int:
         """The number of a micro-batch among those of all replicas and of all batches of the step."""
@@ -364,9 +365,8 @@ class Engine:
         with contextlib.ExitStack() as stack:
             self._statistics.begin(count=not again)
             stack.callback(self._statistics.end)
-            if self._training:
-                microbatch = self._of_all(microbatch)
-                stack.enter_context(self._random.of(microbatch, self._stages[index].repeats, index))
+            drawing = self._random.of if self._training else self._random.of_evaluation
+            stack.enter_context(drawing(self._of_all(microbatch), self._stages[index].repeats, index))
             if self.options.precision != "full":
                 known = None if self._writes_weights else self._versions
                 self._versions = forget_stale_casts(self.parameters.own, known)

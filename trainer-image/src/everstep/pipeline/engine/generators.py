@@ -33,6 +33,11 @@ class LinkedGenerators:
         """Return the seed of the first, which is that of all unless somebody has seeded or restored one alone."""
         return int(self._all[0].initial_seed())
 
+    def draw(self) -> int:
+        """Draw one number from each of them, and return the processor's, which is the last."""
+        numbers = [torch.empty((), dtype=torch.int64, device=each.device).random_(generator=each) for each in self._all]
+        return int(numbers[-1])
+
     def get_state(self) -> tuple[Any, ...]:
         """Return where each of them stands."""
         return tuple(each.get_state() for each in self._all)

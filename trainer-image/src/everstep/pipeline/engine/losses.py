@@ -31,6 +31,7 @@ class Total:
     count: Any = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
     differentiated: int = 0  # how many of them had a graph
+    drew: bool = False  # whether an evaluation has drawn random numbers
 
     def add(self, part: LossPart) -> None:
         self.sum = self.sum + part.sum.detach().double()

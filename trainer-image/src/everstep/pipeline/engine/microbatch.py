@@ -73,6 +73,28 @@ def split_batch(batch: Any, size: int, microbatches: int, unsplit_inputs: frozen
     return [_slice_batch(batch, size, where, unsplit_inputs) for where in compute_bounds(size, microbatches)]
 
 
+def lend_targets(targets: Any, *, copied: bool) -> Any:
+    """Return the targets of a micro-batch as a loss gets them, which may write them as in one process.
+
+    They are views whose versions are their own: what autograd has saved of one stays valid when a loss writes those of
+    another. What has no samples, and is that of all micro-batches, is a copy.
+
+    Args:
+        targets: A part of `split_batch`.
+        copied: Whether all are copies, for a loss that is computed again from what it was given.
+
+    Returns:
+        The same structure.
+    """
+
+    def lend(tensor: Any) -> Any:
+        if copied or not tensor.dim():
+            return tensor.clone()
+        return tensor if tensor.requires_grad else tensor.data
+
+    return map_tensors(targets, lend)
+
+
 def _slice_batch(batch: Any, size: int, where: tuple[int, int], unsplit_inputs: frozenset[str]) -> Any:
     def cut(tensor: Any) -> Any:
         return tensor[where[0] : where[1]] if tensor.dim() and tensor.shape[0] == size else tensor

@@ -108,6 +108,7 @@ class Random:
         self._logs: dict[tuple[int, int], _Log] = {}
         self._log = _Log()
         self._frames: list[_Frame] = []
+        self.drew_in_evaluation = False  # on this rank, in that under way
         self._quiet: int | None = None  # the seed after the last call that is in no other, where it is known
         # Modules on a device may draw on the processor too, as for the depth of a network or a mask.
         self._generator = LinkedGenerators(generators_of(device))
@@ -168,6 +169,30 @@ class Random:
         """Around a backward: what it does once more of the forward, as activation checkpoints do, draws the same."""
         with self._calls(microbatch, repeats, self._logs.get((stage, microbatch), _Log()), again=True):
             yield
+
+    @contextlib.contextmanager
+    def of_evaluation(
+        self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0
+    ) -> Iterator[None]:
+        """Draw inside what follows from where the default generator stands, which afterwards stands there again.
+
+        Only the ranks whose stages draw would move theirs, and then shuffle the data in another order than the others.
+        `repeats` is taken as by `of`, and not needed: numbers of an evaluation depend on the cut.
+        """
+        before = self._generator.get_state()
+        try:
+            seed = seed_of(self._generator.draw(), 0, microbatch, f"/evaluation of {stage}")
+            self._generator.manual_seed(seed)
+            yield
+            self.drew_in_evaluation = self.drew_in_evaluation or self._has_drawn_since(seed)
+        finally:
+            self._generator.set_state(before)
+
+    def end_evaluation(self, *, drew: bool) -> None:
+        """Move the generators as those of all ranks, if any rank `drew`: the next evaluation then draws others."""
+        self.drew_in_evaluation = False
+        if drew:
+            self._generator.draw()
 
     @contextlib.contextmanager
     def of_hooks(self, name: str) -> Iterator[None]:

@@ -41,7 +41,8 @@ class LossScale:
 class Scaled:
     """The result over all micro-batches, ranks and replicas.
 
-    `norm` is that of the gradients before clipping, None if it was not asked for; `metrics` is how many the loss gives.
+    `norm` is that of the gradients before clipping, None if it was not asked for; `metrics` is how many the loss gives;
+    `drew` says whether an evaluation drew random numbers on any rank.
     """
 
     loss: float
@@ -49,6 +50,7 @@ class Scaled:
     norm: float | None
     skipped: bool
     metrics: int = 0
+    drew: bool = False
 
 
 def scale_to_mean_loss(
@@ -71,15 +73,16 @@ def scale_to_mean_loss(
     nothing was differentiated, and there are parameters that learn.
     """
     asked = clip is not None or scaling.moves
-    sums = torch.zeros(8, dtype=torch.float64, device=device)
+    sums = torch.zeros(9, dtype=torch.float64, device=device)
     sums[0], sums[1] = total.sum, total.count
     if asked:
         sums[2] = sum_of_powers(counted)
     sums[5] = float(hooks is not None)
     sums[3], sums[4] = len(total.metrics), float(bool(total.metrics))
     sums[6], sums[7] = total.differentiated, float(any(each.requires_grad for each in parameters))
+    sums[8] = float(total.drew)
     reduce(sums)
-    loss, count, squares, metrics, givers, hooked, differentiated, learning = sums.tolist()
+    loss, count, squares, metrics, givers, hooked, differentiated, learning, drew = sums.tolist()
     if count and learning and not differentiated:
         raise Disagreement(
             f"no loss of the step depends on anything that learns, so there is nothing to differentiate (its mean is "
@@ -105,10 +108,10 @@ def scale_to_mean_loss(
         for parameter in parameters:
             parameter.grad = None
         scaling.update(overflow)
-        return Scaled(loss / count if count else math.nan, count, None, True, each)
+        return Scaled(loss / count if count else math.nan, count, None, True, each, bool(drew))
     norm = math.sqrt(squares) * factor if asked else None
     if clip is not None and norm is not None:
         factor *= min(1.0, clip / (norm + 1e-6))
     scale_gradients(parameters, factor)
     scaling.update(False)
-    return Scaled(loss / count, count, norm, False, each)
+    return Scaled(loss / count, count, norm, False, each, bool(drew))
