@@ -114,7 +114,8 @@ def test_an_optimizer_is_not_restored_into_what_is_none(tmp_path: Path) -> None:
     with session(tmp_path) as ckpt:
         ckpt.track(model=model, optimizer=torch.optim.Adam(model.parameters()))
         ckpt.save(1)
-    for other in ({}, {"state": {}, "param_groups": []}, Average({})):
+    others: list[Any] = [{}, {"state": {}, "param_groups": []}, Average({})]
+    for other in others:
         with pytest.raises(StateMismatch, match="optimizer is an optimizer in the checkpoint"):
             everstep.load_into(tmp_path / "store", optimizer=other)
 
