@@ -1,4 +1,4 @@
-"""What an export replaces is there until the export is, whatever it was and whenever it is interrupted."""
+"""An export leaves what it replaces until it is there itself, whatever that was, also where it is interrupted."""
 
 from __future__ import annotations
 
