@@ -51,6 +51,7 @@ class Run:
         self.cluster, self.namespace, self.store, self.name = cluster, namespace, store, name
         self.losses: dict[tuple[int, int], set[str]] = defaultdict(set)  # by rank and step: one value, if all is well
         self.weights: set[str] = set()
+        self.given_up: set[str] = set()  # UIDs of pods whose machines are dead or cut off: nobody waits for their end
         job = training_job(
             name,
             python(PROGRAM.replace("PAUSE", str(pause))),
@@ -138,7 +139,10 @@ def test_a_storm_leaves_weights_and_losses_as_they_are_without_it(
     assert len(ids) == len(set(ids)), f"a generation is charged twice: {ids}"
     assert restarts["application"] <= 3
     with backend.local_cluster().control.audit_log.open() as log:
-        assert not two_at_once(lives(log, namespace))
+        seen = lives(log, namespace)
+    for life in seen:
+        life.forced &= life.uid not in run.given_up
+    assert not two_at_once(seen)
     _assert_publishers_followed_each_other(store, run.name)
 
 
@@ -164,8 +168,16 @@ def _find_node(run: Run, name: str) -> str:
     return str(pods[name]["spec"].get("nodeName", "")) if name in pods else ""
 
 
+def _give_up_node(run: Run) -> str:
+    """Return a node with a pod of the job that the operator is to give up."""
+    name, node = find_victim(run.cluster, run.namespace, run.name)
+    pods = {pod["metadata"]["name"]: pod for pod in run.cluster.pods(run.namespace, run.name)}
+    run.given_up.add(pods[name]["metadata"]["uid"])
+    return node
+
+
 def _kill_node(run: Run) -> None:
-    _, node = find_victim(run.cluster, run.namespace, run.name)
+    node = _give_up_node(run)
     backend.faulty().kill_node(node)
     try:
         run.go_on()
@@ -175,7 +187,7 @@ def _kill_node(run: Run) -> None:
 
 def _cut_off_node(run: Run) -> None:
     """Cut a node off for longer than it takes to be given up, so that its ranks still run when it is back."""
-    _, node = find_victim(run.cluster, run.namespace, run.name)
+    node = _give_up_node(run)
     backend.faulty().partition_node(node)
     try:
         run.go_on()

@@ -8,7 +8,7 @@ import pytest
 
 from everstep.agent import config
 from everstep_operator.plan.agent_config import build_job_config
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from tests.builders import job
 
 from .bench import JOB, configuration

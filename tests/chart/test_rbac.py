@@ -73,6 +73,20 @@ def test_without_a_use_for_leases_of_nodes_there_is_no_right_to_read_them(render
     assert LEASES not in granted(render(nodeSilenceSeconds=0))
 
 
+def test_where_jobs_get_budgets_the_operator_may_make_them_and_nowhere_else(render: Render) -> None:
+    assert not [right for right in granted(render())["*"] if right[1] == "poddisruptionbudgets"]
+    on = {"disruptionBudget": True}
+    assert granted(render(jobPods=on))["*"] == used("jobs", "budgets", "cluster")
+    held = granted(render(jobPods=on, watchNamespaces=["team-a"]))
+    assert (held["*"], held["team-a"]) == (used("cluster"), used("jobs", "budgets"))
+
+
+def test_nodes_can_be_changed_only_where_they_may_be_marked_out_of_service(render: Render) -> None:
+    assert granted(render(outOfServiceTaint=True))["*"] == used("jobs", "cluster", "taints")
+    held = granted(render(outOfServiceTaint=True, watchNamespaces=["team-a"]))
+    assert (held["*"], held["team-a"]) == (used("cluster", "taints"), used("jobs"))
+
+
 def test_the_operator_s_own_namespace_may_be_one_of_the_watched(render: Render) -> None:
     assert granted(render(watchNamespaces=[OWN]))[OWN] == used("jobs", "own")
 

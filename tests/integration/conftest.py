@@ -41,7 +41,7 @@ def rbac_objects() -> list[tuple[str, dict[str, Any]]]:
     """Exactly the rights of the table, bound to a user of its own: whatever else the operator tries is refused."""
     objects = []
     namespaces = {"own": OWN_NAMESPACE, "node-leases": NODE_LEASES_NAMESPACE}
-    for scope in ("jobs", "cluster", "node-leases", "own"):
+    for scope in ("jobs", "budgets", "cluster", "taints", "node-leases", "own"):
         rules = [
             {"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]}
             for right in sorted(USED_PERMISSIONS)

@@ -135,7 +135,7 @@ async def test_an_operator_over_older_crds_writes_what_they_know_of_a_status(
             status = await still_world.until_phase("digits", "Succeeded", seconds=60)
         assert "timings" not in status
         assert {"Ready", "Complete"} <= {condition["type"] for condition in status["conditions"]}
-        assert status["template"] == {"epoch": 1, "plain": False, "pool": ""}
+        assert status["template"] == {"epoch": 1, "plain": False, "pool": "", "onDemandPool": ""}
         assert all("end" not in transition for transition in status["transitions"])
 
 

@@ -12,7 +12,7 @@ from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import PODS
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_security import Profile, list_violations
 from everstep_operator.plan.template import resolve_template
 from tests.builders import job

@@ -19,23 +19,27 @@ from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, St
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache
 from everstep_operator.cluster.client import ListPage
+from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
+from everstep_operator.cluster.server_clock import ServerClock
 from everstep_operator.plan import template
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
+    DeleteBudget,
     DeletePods,
     DeleteStaleObjects,
     EnsureAgent,
+    EnsureBudget,
     EnsureSecret,
     EnsureService,
     EnsureTemplate,
     PodRef,
 )
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import PlanSettings
 from everstep_operator.plan.operator_keys import make_secret_name
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_owner_reference
 from tests.builders import job
 
@@ -46,6 +50,8 @@ SECRET_1 = ("digits", JOB.uid, 1, KEY)
 
 class Objects:
     """Creates and deletes; like the operator's rights, it reads no Secret."""
+
+    clock = ServerClock()
 
     def __init__(self) -> None:
         self.there: dict[tuple[str, str], Any] = {}
@@ -70,7 +76,9 @@ class Objects:
             raise errors.NotFound(404, "NotFound", name)
         return self.there[(resource.plural, name)]
 
-    async def list(self, resource: Any, namespace: str, *, labels: str, metadata_only: bool) -> AsyncIterator[ListPage]:
+    async def list(
+        self, resource: Any, namespace: str, *, labels: str, metadata_only: bool = False
+    ) -> AsyncIterator[ListPage]:
         yield ListPage([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
 
     async def delete(
@@ -91,7 +99,9 @@ def objects() -> Any:
 async def actor(objects: Any) -> ActionExecutor:
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(objects, (KEY,))
-    return ActionExecutor(objects, cache, leaders, AgentCode(b"code"), frozen, (KEY,))
+    return ActionExecutor(
+        objects, cache, leaders, AgentCode(b"code"), frozen, (KEY,), DisruptionBudgets(objects, enabled=True)
+    )
 
 
 @pytest.mark.parametrize("change", [{"metadata": {"resourceVersion": "2"}}, {"spec": {"later": "new"}}])
@@ -298,3 +308,44 @@ async def test_a_new_template_finds_the_agent_in_a_namespace_that_was_made_again
         assert await actor.execute(JOB, actions) == (None, None)
         assert ("configmaps", actor.agent.name) in objects.there
         objects.there.clear()
+
+
+BUDGET: dict[str, Any] = {"metadata": {"name": "digits", "namespace": "default"}, "spec": {"minAvailable": 2}}
+OWNER = [build_owner_reference("digits", JOB.uid)]
+
+
+async def test_a_budget_is_known_once_it_is_made_and_no_more_once_it_is_deleted(
+    actor: ActionExecutor, objects: Any
+) -> None:
+    body = {**BUDGET, "metadata": {**BUDGET["metadata"], "ownerReferences": OWNER}}
+    objects.lose = "digits"
+    assert await actor.execute(JOB, [EnsureBudget(body)]) == (None, None), "also where the answer is lost"
+    known = actor.budgets.find(JOB.key)
+    assert known is not None
+    assert (known.uid, known.owner, known.min_available) == ("u", JOB.uid, 2)
+    assert await actor.execute(JOB, [DeleteBudget("digits", "u")]) == (None, None)
+    assert actor.budgets.find(JOB.key) is None
+    assert [name for name in objects.there if name[0] == "poddisruptionbudgets"] == []
+
+
+async def test_a_strangers_budget_stays_and_the_job_goes_on_without_one(actor: ActionExecutor, objects: Any) -> None:
+    theirs = {"metadata": {"name": "digits", "uid": "theirs"}, "spec": {"maxUnavailable": 0}}
+    objects.there[("poddisruptionbudgets", "digits")] = theirs
+    for _ in range(3):
+        assert await actor.execute(JOB, [EnsureBudget(BUDGET)]) == (None, None), "no rejection"
+        await actor.budgets.refresh([None])
+    assert objects.there.pop(("poddisruptionbudgets", "digits")) == theirs
+    told = [body for (plural, _), body in objects.there.items() if plural == "events"]
+    assert [event["reason"] for event in told] == ["DisruptionBudgetRejected"], "once"
+    assert "PodDisruptionBudget default/digits already exists and belongs to nobody" in told[0]["message"]
+
+
+async def test_a_budget_that_admission_rejects_stops_nothing(actor: ActionExecutor, objects: Any) -> None:
+    objects.admission = errors.QuotaExceeded(403, "Forbidden", "exceeded quota")
+    assert await actor.execute(JOB, [EnsureBudget(BUDGET)]) == (None, None)
+    objects.admission = None
+    assert await actor.execute(JOB, [EnsureBudget(BUDGET)]) == (None, None)
+    assert actor.budgets.find(JOB.key) is None, "it is tried again after the next list"
+    await actor.budgets.refresh([None])
+    assert await actor.execute(JOB, [EnsureBudget(BUDGET)]) == (None, None)
+    assert actor.budgets.find(JOB.key) is not None

@@ -15,6 +15,7 @@ from everstep_operator.api.status import (
     Timings,
     TrainingJobStatus,
     Transition,
+    Usage,
 )
 from tests.builders import CREATED, job
 
@@ -68,3 +69,13 @@ def test_checkpoints_are_counted_when_they_are_news() -> None:
     metrics.record_status_change(job().status(after).build(), after, NOW.timestamp())
     assert [value(name) for name in names] == [known[0] + 1, known[1] + 2]
     assert value("everstep_restores_total", tier="peer") == restores + 1
+
+
+def test_nodes_and_their_price_are_counted_as_they_are_booked() -> None:
+    before = TrainingJobStatus(usage=Usage(until=NOW, spot_node_seconds=10, cost=1.0, savings=2.0))
+    more = Usage(until=NOW, spot_node_seconds=40, on_demand_node_seconds=5, cost=1.5, savings=1.5)
+    names = ("everstep_node_seconds_total", "everstep_cost_total", "everstep_savings_total")
+    known = value(names[0], capacity="spot"), value(names[0], capacity="on-demand"), *map(value, names[1:])
+    metrics.record_status_change(job().status(before).build(), before.model_copy(update={"usage": more}), 0.0)
+    now = value(names[0], capacity="spot"), value(names[0], capacity="on-demand"), *map(value, names[1:])
+    assert now == (known[0] + 30, known[1] + 5, known[2] + 0.5, known[3]), "a counter never goes back"

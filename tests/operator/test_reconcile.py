@@ -15,6 +15,7 @@ from everstep_operator.cluster import errors
 from everstep_operator.cluster.action_executor import ActionExecutor
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache, Key
+from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
@@ -22,7 +23,8 @@ from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.work_queue import WorkQueue
-from everstep_operator.plan.observation import GangView, PlanSettings
+from everstep_operator.plan.observation import GangView
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.reconcile import Reconciler
 from tests.builders import CREATED, job
 
@@ -85,7 +87,9 @@ async def reconciler(server: Any) -> Reconciler:
     queue: WorkQueue[Key] = WorkQueue()
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server, (b"key",))
-    actor = ActionExecutor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",))
+    actor = ActionExecutor(
+        server, cache, leaders, AgentCode(b"code"), frozen, (b"key",), DisruptionBudgets(server, enabled=False)
+    )
     gangs, clock = WaitingGangs(lambda _: None), CREATED.timestamp
     leases = NodeLeases(server, cache, queue.add, clock=clock, silence=0)
     failures = NodeFailures(

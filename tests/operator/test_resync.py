@@ -12,12 +12,13 @@ from everstep_operator.cluster import errors
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache
 from everstep_operator.cluster.client import ListPage
+from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.resources import NODES, PODS
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.plan import template
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from tests.builders import job
 
 
@@ -60,7 +61,10 @@ def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Res
     monkeypatch.setattr("everstep_operator.cluster.resync.EVENT_DELAY_SECONDS", 0.2)
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     frozen, agent = FrozenTemplates(server, (b"",)), AgentCode(b"code")
-    return Resync(server, cache, frozen, agent, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None)
+    budgets = DisruptionBudgets(server, enabled=False)
+    return Resync(
+        server, cache, frozen, agent, budgets, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None
+    )
 
 
 async def test_the_agent_of_a_job_that_waits_for_it_is_made_again(resync: Resync, server: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.template import read_frozen_template
 
 

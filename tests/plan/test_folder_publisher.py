@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.node_capacity import _sum_requests
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import JobBuilder, job

@@ -364,7 +364,7 @@ def test_foreign_pods_are_never_touched() -> None:
 
 def test_an_operator_that_has_just_started_knows_of_no_silence() -> None:
     world = World(job().nodes(2).build()).run("Running")
-    world.now += 3600
+    world.now += 500
     world.restart_operator()
     made = world.reconcile()
     assert not made.changed

@@ -13,7 +13,8 @@ from everstep.agent import config
 from everstep.agent.ranks.container_contract import ContractFacts, build_sm_environment
 from everstep_operator.plan.actions import CreatePods
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import PlanSettings, parse_pod
+from everstep_operator.plan.observation import parse_pod
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import build_config_map, resolve_template
 from tests.builders import JobBuilder, job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import job, pool

@@ -9,7 +9,7 @@ import pytest
 
 from everstep_operator.plan import plain_mode, template
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import JobBuilder, job, pool
 
@@ -35,6 +35,15 @@ def test_the_agent_runs_the_ranks_of_the_users_image() -> None:
     assert frozen.job["command"] == ["python", "train.py"]
     assert "/opt/ml" not in mounts(frozen), "it would hide the image's own /opt/ml/code"
     assert {f"/opt/ml/{name}" for name in ("input", "model", "output", "checkpoints")} < mounts(frozen).keys()
+
+
+def test_node_autoscalers_are_asked_to_leave_the_pods_alone_unless_the_template_says_otherwise() -> None:
+    safe, disrupt = "cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt"
+    assert resolved(job()).pod["metadata"]["annotations"] == {safe: "false", disrupt: "true"}
+    assert resolved(job().plain(), plain=True).pod["metadata"]["annotations"][safe] == "false"
+    over = job().spec(podTemplate={"metadata": {"annotations": {disrupt: "false", "mine": "yes"}}})
+    assert resolved(over).pod["metadata"]["annotations"] == {safe: "false", disrupt: "false", "mine": "yes"}
+    assert resolved(job(), pod_annotations={}).pod["metadata"]["annotations"] == {}
 
 
 def test_the_default_is_the_restricted_profile() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.plan.observation import PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import job
 from tests.plan.world import World

@@ -96,9 +96,9 @@ def test_runtime_does_not_count_suspension() -> None:
 
 
 def test_the_plan_says_when_the_next_limit_is_due() -> None:
-    world = World(job().timeouts(runtime="1h").build()).run("Running")
+    world = World(job().timeouts(runtime="5m").build()).run("Running")
     made = world.reconcile()
-    assert made.requeue_at == world.status.transitions[-1].start.timestamp() + 3600
+    assert made.requeue_at == world.status.transitions[-1].start.timestamp() + 300
 
 
 def test_replacements_that_never_hold_do_not_restart_forever() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Self
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.restart import ExitCodeAction
@@ -42,12 +43,12 @@ from everstep_operator.plan.observation import (
     ContainerEnd,
     GangView,
     Observation,
-    PlanSettings,
     PodView,
     Rejection,
     TerminationMessage,
     token_secret_name,
 )
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
 from tests.builders import CREATED
 from tests.plan.simulated_leader import SimulatedLeader
@@ -426,7 +427,7 @@ class World:
     def phase(self) -> str:
         return str(self.job.status.phase or "")
 
-    def run(self, *until: str, limit: float = 300.0, step: float = 1.0) -> World:
+    def run(self, *until: str, limit: float = 300.0, step: float = 1.0) -> Self:
         """Let healthy time pass, with a reconcile in each step, until the job is in one of these phases."""
         deadline = self.now + limit
         self.reconcile()

@@ -27,9 +27,20 @@ and never reads one.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [create, get, list, delete]
+# Whether a claim that a job mounts can be mounted on several nodes.
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, list]
+{{- end -}}
+
+{{- /* There too, where jobs get PodDisruptionBudgets. */ -}}
+{{- define "everstep.budgetRules" -}}
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [create, get, list, delete]
 {{- end -}}
 
 {{- /* What has no namespace. */ -}}
@@ -40,6 +51,13 @@ and never reads one.
 - apiGroups: [""]
   resources: [nodes]
   verbs: [get, list, watch]
+{{- end -}}
+
+{{- /* Likewise, where dead nodes may be marked out of service. */ -}}
+{{- define "everstep.taintRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [patch]
 {{- end -}}
 
 {{- /* In kube-node-lease: whether the kubelet of a silent agent's node is silent too. */ -}}

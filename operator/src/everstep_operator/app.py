@@ -27,6 +27,7 @@ from everstep_operator.cluster.action_executor import ActionExecutor, StaleObjec
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache, Key, object_key, resource_version
 from everstep_operator.cluster.client import Client, load_credentials
+from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.fair_share import FairSemaphore, FairShare
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
@@ -41,7 +42,7 @@ from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.watch import KopfWatch, RawObject
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan.node_signals import index_rules
-from everstep_operator.plan.observation import PlanSettings as PlanSettings
+from everstep_operator.plan.plan_settings import PlanSettings as PlanSettings
 from everstep_operator.reconcile import Reconciler
 from everstep_operator.settings import OperatorSettings
 
@@ -74,7 +75,8 @@ class Operator:
         )
         self.frozen = FrozenTemplates(client, operator_keys)
         self.gangs = WaitingGangs(self.queue.add)
-        actor = ActionExecutor(client, self.cache, self.leaders, agent, self.frozen, operator_keys)
+        budgets = DisruptionBudgets(client, enabled=settings.disruption_budget)
+        actor = ActionExecutor(client, self.cache, self.leaders, agent, self.frozen, operator_keys, budgets)
         actor.requests = FairSemaphore(settings.parallel_creates)
         nodes = NodeDirectory(client, self.cache, client.clock.now)
         self.leases = NodeLeases(
@@ -97,7 +99,7 @@ class Operator:
             ready=self._wait_until_served,
         )
         self.resync = Resync(
-            client, self.cache, self.frozen, agent, settings.watch_namespaces, settings.resync_seconds,
+            client, self.cache, self.frozen, agent, budgets, settings.watch_namespaces, settings.resync_seconds,
             deaf=self.watch.restart, wake=self.queue.add, readable=self.watch.readmit,
         )  # fmt: skip
         self._stores = {
@@ -115,6 +117,8 @@ class Operator:
                 group.create_task(self.watch.run(lambda: self._schedule_resync(STARTED_SECONDS))),
                 group.create_task(self.resync.run()),
             ]
+            if self.settings.out_of_service_taint:
+                tasks.append(group.create_task(self.reconciler.actor.taints.run(self.cache)))
             tasks += [group.create_task(self._run_worker()) for _ in range(self.workers.most)]
             await stop.wait()
             self._draining = True
@@ -265,6 +269,9 @@ def make_plan_settings(settings: OperatorSettings, agent: AgentCode, operator_ke
         priority_classes=frozenset(settings.allowed_priority_classes),
         host_fields=frozenset(settings.allowed_host_fields),
         copied_labels=frozenset(settings.copied_labels),
+        pod_annotations=settings.job_pod_annotations,
+        disruption_budget=settings.disruption_budget,
+        out_of_service_taint=settings.out_of_service_taint,
     )
 
 

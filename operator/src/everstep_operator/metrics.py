@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from everstep_operator.api.job import TrainingJob
-from everstep_operator.api.status import Cause, CheckpointStatus, Phase, Timings, TrainingJobStatus
+from everstep_operator.api.status import Cause, CheckpointStatus, Phase, Timings, TrainingJobStatus, Usage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 21600)
@@ -39,6 +39,9 @@ lost_seconds = Counter("everstep_lost_training_seconds_total", "Time of training
 lost_steps = Counter("everstep_lost_steps_total", "Training steps that a restart has lost")
 restores = Counter("everstep_restores_total", "Restores of checkpoints, by the farthest place read from", ["tier"])
 failed_saves = Counter("everstep_failed_saves_total", "Saves of checkpoints that failed")
+node_seconds = Counter("everstep_node_seconds_total", "Time of nodes that pods of jobs have held", ["capacity"])
+cost = Counter("everstep_cost_total", "Price of that time, by the prices of the pools")
+savings = Counter("everstep_savings_total", "How much more the spot nodes among them would have cost on demand")
 watch_restarts = Counter("everstep_watch_restarts_total", "Times the watcher ended and was started again")
 resync_seconds = Gauge("everstep_resync_age_seconds", "Since the last complete list of everything")
 resync_repairs = Counter(
@@ -57,6 +60,7 @@ def record_status_change(before: TrainingJob, status: TrainingJobStatus, now: fl
     for cause in (each.value.lower() for each in Cause):
         restarts.labels(cause).inc(max(0, getattr(status.restarts, cause) - getattr(old.restarts, cause)))
     _record_timings(old.timings, status.timings)
+    _record_usage(old.usage, status.usage)
     _record_checkpoints(old.checkpoint, status.checkpoint)
     if status.phase == Phase.RUNNING and (began := _find_restart(old)) is not None and status.restarts.last is not None:
         recovery_seconds.labels(status.restarts.last.cause.value.lower()).observe(max(0.0, now - began))
@@ -83,6 +87,20 @@ def _record_timings(old: Timings, new: Timings) -> None:
     for name in ("pending", "scheduling", "starting", "running", "recovering"):
         phase_seconds.labels(name).inc(max(0.0, getattr(new, name) - getattr(old, name)))
     lost_seconds.inc(max(0.0, new.lost - old.lost))
+
+
+def _record_usage(old: Usage | None, new: Usage | None) -> None:
+    if new is None:
+        return
+    before = old.model_dump() if old is not None else {}
+
+    def grown(field: str) -> float:
+        return max(0.0, float(getattr(new, field)) - float(before.get(field, 0.0)))
+
+    node_seconds.labels("spot").inc(grown("spot_node_seconds"))
+    node_seconds.labels("on-demand").inc(grown("on_demand_node_seconds"))
+    cost.inc(grown("cost"))
+    savings.inc(grown("savings"))
 
 
 def _record_checkpoints(old: CheckpointStatus | None, new: CheckpointStatus | None) -> None:

@@ -32,6 +32,7 @@ from everstep_operator.cluster.node_leases import NodeLeases
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.status_writer import StatusWriter
 from everstep_operator.cluster.unlisted_pods import UnlistedPods
+from everstep_operator.cluster.volume_claims import VolumeClaims
 from everstep_operator.cluster.waiting_gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan import make_plan, pod_creation
@@ -41,9 +42,10 @@ from everstep_operator.plan.gang import BLOCKED_REASONS, is_waiting
 from everstep_operator.plan.leader_view import LeaderView
 from everstep_operator.plan.node_loss import declare_lost_nodes
 from everstep_operator.plan.node_view import NodeView
-from everstep_operator.plan.observation import Observation, PlanSettings, PodView, Rejection
+from everstep_operator.plan.observation import Observation, PodView, Rejection
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import make_pod_name
 from everstep_operator.plan.status_memory import undo_edit
 
@@ -100,6 +102,7 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         self.statuses = StatusWriter(self.client)
+        self.claims = VolumeClaims(self.client)
         self.unlisted = UnlistedPods(self.client, self.cache, self.actor.requests)
 
     async def reconcile(self, key: Key) -> Rejection | None:
@@ -272,6 +275,8 @@ class Reconciler:
             silent_nodes=self.leases.list_silent_nodes(),
             avoided_nodes=await self.node_failures.list_avoided(key[0]),
             places=self.count_places(key, job),
+            claims=await self.claims.read(key[0], job.metadata.uid, frozen),
+            budget=self.actor.budgets.find(key),
             scale_up_at=memory.scale_up_at,
         )
 
@@ -288,7 +293,7 @@ class Reconciler:
         if frozen is None or not is_waiting(job):
             self.nodes.forget(key)
             return None
-        return self.nodes.count_places(key, job.metadata.uid, frozen.epoch, frozen.pod, job.spec.num_nodes)
+        return self.nodes.count_places_of_set(key, job.metadata.uid, frozen, job.spec.num_nodes)
 
     async def read_and_count_places(self, key: Key, job: TrainingJob) -> int | None:
         """Like `count_places`, with the job's template read first: an operator that has just started knows none."""
@@ -432,6 +437,7 @@ class Reconciler:
         known = self._memories.pop(key, None)
         for each in {uid, known.uid if known is not None else uid}:
             self.frozen.forget(each)
+            self.claims.forget(each)
         self.queue.discard(key)
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from everstep_operator.plan.decision import parse_reason
 from everstep_operator.plan.node_signals import Place, SignalRule
+from everstep_operator.plan.plan_settings import GUARD_ANNOTATIONS
 
 PREFIX = "EVERSTEP_"
 MIN_NODE_SILENCE = 15.0
@@ -32,7 +33,7 @@ def _decode_json(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise ValueError(f"must be a JSON list: {error}") from error
+        raise ValueError(f"must be JSON: {error}") from error
 
 
 class NodeSignalSetting(BaseModel):
@@ -93,12 +94,19 @@ class OperatorSettings(BaseModel):
     node_signals: Annotated[tuple[NodeSignalSetting, ...], BeforeValidator(_decode_json)] = ()
     """Further signals of Nodes that go away or are in trouble, as a JSON list; see `NodeSignalSetting`."""
 
+    out_of_service_taint: bool = False
+    """Whether dead nodes are marked out of service where a job waits for a volume to be detached from them."""
+
     allowed_service_accounts: NameList = ()
     """Service accounts that a job's pods may use besides `default`."""
     allowed_host_fields: NameList = ()
     allowed_priority_classes: NameList = ()
     copied_labels: NameList = ("kueue.x-k8s.io/queue-name",)
     """Labels of a job that its pods get too. Never all of them: a GitOps tool would take the pods for its own."""
+    job_pod_annotations: Annotated[dict[str, str], BeforeValidator(_decode_json)] = dict(GUARD_ANNOTATIONS)
+    """Annotations of jobs' pods, as a JSON object, unless the pod template has them otherwise."""
+    disruption_budget: bool = False
+    """Whether each running job gets a PodDisruptionBudget."""
 
     workers: int = Field(32, ge=1)
     """Jobs looked at in parallel, those aside that hang; those of one namespace get half of what others leave."""

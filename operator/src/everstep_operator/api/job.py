@@ -196,12 +196,20 @@ class Timeouts(ApiModel):
 
 _FIXED_FIELDS = (
     "image", "imagePullPolicy", "command", "args", "env", "hyperparameters", "numNodes", "numProcPerNode", "resources",
-    "distribution", "pools", "checkpoint", "restart.fencing", "restart.maxBackoff", "restart.onExitCodes",
-    "timeouts.hang", "securityProfile", "podTemplate",
+    "distribution", "pools", "minOnDemand", "checkpoint", "restart.fencing", "restart.maxBackoff",
+    "restart.onExitCodes", "timeouts.hang", "securityProfile", "podTemplate",
 )  # fmt: skip
 """What the pods are built from. The rest is judged by the operator at every moment and may change at any."""
 _IN_ANY_ORDER = frozenset({"containers", "volumes"})
-_ALWAYS_THERE = ("image", "numNodes", "distribution", "restart.fencing", "restart.maxBackoff", "securityProfile")
+_ALWAYS_THERE = (
+    "image",
+    "numNodes",
+    "distribution",
+    "minOnDemand",
+    "restart.fencing",
+    "restart.maxBackoff",
+    "securityProfile",
+)
 
 
 def _unchanged_cel(field: str) -> str:
@@ -290,6 +298,9 @@ class TrainingJobSpec(ApiModel):
         Atomic(),
     ] = Field(default_factory=list)
     """TrainingPools in order of preference. Empty: any node that fits."""
+    min_on_demand: Annotated[int, Field(ge=0, le=2000), Whole] = 0
+    """Nodes that are in a pool of capacity type `on-demand` in any case, beginning with pod 0, which leads. The others
+    are in the pool that `pools` prefers."""
     checkpoint: CheckpointPolicy | None = None
     """Where checkpoints are kept and how often they are saved."""
     restart: RestartPolicy = RestartPolicy()
@@ -309,6 +320,18 @@ class TrainingJobSpec(ApiModel):
     """Overlay on the job's pods."""
 
     rules: ClassVar = (
+        Rule(
+            "self.minOnDemand == 0 || self.minOnDemand <= self.numNodes",
+            "minOnDemand counts some of the job's nodes: it must be at most numNodes",
+            lambda spec: spec.min_on_demand <= spec.num_nodes,
+            ".minOnDemand",
+        ),
+        Rule(
+            "self.minOnDemand == 0 || has(self.pools) && self.pools.size() > 0",
+            "minOnDemand needs pools: name at least one TrainingPool of capacityType on-demand, or remove minOnDemand",
+            lambda spec: spec.min_on_demand == 0 or bool(spec.pools),
+            ".minOnDemand",
+        ),
         Rule(
             "!has(self.distribution.pipeline) || !has(self.numProcPerNode) || "
             "(self.numNodes * self.numProcPerNode) % self.distribution.pipeline.stages == 0 || "

@@ -63,10 +63,24 @@ class TrainingPoolSpec(ApiModel):
     """Resource name that counts GPUs on these nodes."""
     capacity_type: Literal["spot", "on-demand"] = "on-demand"
     """Whether the provider may reclaim the nodes. Pods carry it as label `everstep.dev/capacity-type`."""
+    price_per_hour: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
+    """What one node costs for an hour, in any currency, the same for all pools. Jobs report their cost by it."""
+    on_demand_price_per_hour: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
+    """What a node of a spot pool would cost on demand; jobs report what they save by it. Default: `pricePerHour` of the
+    first on-demand pool that the job names."""
     instance_type: Annotated[str, Pattern("^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 63)] | None = None
     """Name of the machine type in the container contract. Default: the pool's name."""
     allowed_namespaces: list[NamespaceChoice] = Field(default=[ALL_NAMESPACES], max_length=512)
     """Namespaces whose jobs may use the pool; `"*"` is all. Not a security boundary: a pod can select nodes itself."""
+
+    rules: ClassVar = (
+        Rule(
+            "!has(self.onDemandPricePerHour) || self.capacityType == 'spot'",
+            "onDemandPricePerHour is for spot pools: the price of an on-demand pool is pricePerHour",
+            lambda spec: spec.on_demand_price_per_hour is None or spec.capacity_type == "spot",
+            ".onDemandPricePerHour",
+        ),
+    )
 
 
 class TrainingPool(StoredResource):
@@ -81,6 +95,11 @@ class TrainingPool(StoredResource):
     def instance_type(self) -> str:
         """Return the machine type that programs see."""
         return self.spec.instance_type or self.metadata.name
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Return whether the provider does not reclaim the nodes."""
+        return self.spec.capacity_type == "on-demand"
 
     def allows(self, namespace: str) -> bool:
         """Return whether jobs of ``namespace`` may use the pool."""

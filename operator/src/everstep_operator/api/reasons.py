@@ -35,6 +35,11 @@ class Reason(StrEnum):
         "The pool does not allow this namespace; ask its owner or use another pool.",
     )
     POOL_NOT_FOUND = "PoolNotFound", "No TrainingPool of that name exists; the job waits for it."
+    NO_ON_DEMAND_POOL = (
+        "NoOnDemandPool",
+        "spec.minOnDemand needs a TrainingPool of capacityType on-demand, and none of the job's pools is one; name one "
+        "more, or set minOnDemand to 0.",
+    )
     NOT_PERMITTED = (
         "NotPermitted",
         "The pod template requests something that the operator's configuration does not allow.",
@@ -53,6 +58,13 @@ class Reason(StrEnum):
         "QuotaExceeded",
         "The namespace's quota rejects the pods, or another object of the job; the job waits.",
     )
+    READ_WRITE_ONCE = (
+        "ReadWriteOnce",
+        "Pods of the job mount a PersistentVolumeClaim that one node can mount at a time: pods on other nodes wait "
+        "for it for ever, or after a lost node for at least six minutes. Use one that is ReadWriteMany, or an object "
+        "store.",
+    )
+    VOLUMES_SHARED = "VolumesShared", "The job's pods mount no claim any more that one node can mount at a time."
     STATUS_REFUSED = (
         "StatusRefused",
         "The API server rejects the status; the operator writes it without progress and last failure.",
@@ -65,6 +77,12 @@ class Reason(StrEnum):
     RETRYING = (
         "Retrying",
         "A request for the job fails repeatedly; the operator retries after pauses of up to a minute.",
+    )
+
+    BUDGET_REJECTED = (
+        "DisruptionBudgetRejected",
+        "The job's PodDisruptionBudget cannot be created or deleted; the message says why. The job runs without it, or "
+        "drains of its nodes wait until somebody deletes it.",
     )
 
     # Progress of a job

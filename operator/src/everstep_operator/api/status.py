@@ -79,6 +79,8 @@ class ConditionType(StrEnum):
     DEGRADED = "Degraded"
     NODES_HEALTHY = "NodesHealthy"
     CHECKPOINT_STALE = "CheckpointStale"
+    CAPACITY_AVAILABLE = "CapacityAvailable"
+    VOLUMES_SHARED = "VolumesShared"
 
 
 class Condition(StatusModel):
@@ -104,10 +106,17 @@ class TemplateStatus(StatusModel):
     """The epoch at which the whole set was last resolved: first start, resume, next pool, plain mode."""
     pool: str = Field(default="", max_length=253)
     """The TrainingPool in use; empty when the job names none."""
+    on_demand_pool: str = Field(default="", max_length=253)
+    """The TrainingPool of the first `minOnDemand` pods, where it is another one; else empty."""
     plain: bool = False
     """Whether the pods run without the agent."""
     spec_hash: str = Field(default="", max_length=64)
     """Hash of the pods' part of the spec at that epoch, without defaults; empty if an older operator resolved it."""
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Return the names of all pools in use."""
+        return tuple(name for name in (self.pool, self.on_demand_pool) if name)
 
 
 class TrainingProgress(StatusModel):
@@ -317,6 +326,27 @@ class Timings(StatusModel):
     """Share of Running, without the lost part, in the time of Running and Restarting."""
 
 
+class Usage(StatusModel):
+    """Nodes that the job's pods have held, and what they cost by the prices of their pools."""
+
+    until: Time
+    """Nodes are counted up to this time: with each write of the status, at least every ten minutes."""
+    spot_nodes: Count = 0
+    """Nodes of spot capacity that pods held then."""
+    on_demand_nodes: Count = 0
+    """Nodes of on-demand capacity that pods held then."""
+    spot_node_seconds: Seconds = 0.0
+    """Time of nodes of spot capacity, each by itself."""
+    on_demand_node_seconds: Seconds = 0.0
+    """Time of nodes of on-demand capacity, each by itself."""
+    unpriced_node_seconds: Seconds = 0.0
+    """Part of both in pools without `pricePerHour`, or in none: `cost` lacks it."""
+    cost: Annotated[float, Field(ge=0)] = 0.0
+    """Price of that time, in the currency of the pools' prices."""
+    savings: float = 0.0
+    """How much more the spot nodes would have cost on demand, as far as that price is known."""
+
+
 class TrainingJobStatus(StatusModel):
     """The state of a TrainingJob."""
 
@@ -345,6 +375,7 @@ class TrainingJobStatus(StatusModel):
     transitions: list[Transition] = Field(default_factory=list, max_length=MAX_TRANSITIONS)
     """The phases so far, the newest last."""
     timings: Timings = Timings()
+    usage: Usage | None = None
 
     def condition(self, kind: ConditionType) -> Condition | None:
         """Return the condition of that type, or None if it was never set."""
@@ -354,3 +385,8 @@ class TrainingJobStatus(StatusModel):
         """Return whether the condition is set and True."""
         found = self.condition(kind)
         return found is not None and found.status == "True"
+
+    def is_false(self, kind: ConditionType) -> bool:
+        """Return whether the condition is set and False."""
+        found = self.condition(kind)
+        return found is not None and found.status == "False"

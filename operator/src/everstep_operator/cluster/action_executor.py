@@ -16,14 +16,17 @@ from typing import Any
 import structlog
 
 from everstep.agent.wire.auth import job_token
-from everstep_operator.cluster import agent_code, errors
+from everstep_operator.api.reasons import Reason
+from everstep_operator.cluster import agent_code, errors, events
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache
 from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.fair_share import FairSemaphore
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
-from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
+from everstep_operator.cluster.out_of_service import OutOfServiceTaints
+from everstep_operator.cluster.resources import BUDGETS, CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
 from everstep_operator.plan import actions as act
 from everstep_operator.plan.labels import LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import Rejection
@@ -66,7 +69,11 @@ class ActionExecutor:
     agent: AgentCode
     frozen: FrozenTemplates
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
+    budgets: DisruptionBudgets
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
+
+    def __post_init__(self) -> None:
+        self.taints = OutOfServiceTaints(self.client)
 
     async def execute(
         self, job: JobRef, actions: Sequence[act.Action], *, patient: bool = True
@@ -137,6 +144,10 @@ class ActionExecutor:
                 await self._run_in_parallel(job, (self._delete_pod(job, pod) for pod in action.pods))
             case act.DeleteStaleObjects():
                 await self._delete_stale(job, action)
+            case act.EnsureBudget() | act.DeleteBudget():
+                await self._change_budget(job, action)
+            case act.MarkOutOfService():
+                await self.taints.mark(action.node)
             case act.PushPeers():
                 return self.leaders.push_peers(job.key, action.epoch, action.addresses)
             case act.StopLeader():
@@ -241,6 +252,27 @@ class ActionExecutor:
                     secret = make_secret_name(job.name, job.uid, int(template), key)
                     await self.client.delete(SECRETS, job.namespace, secret, uid=None)
                 await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
+
+    async def _change_budget(self, job: JobRef, action: act.EnsureBudget | act.DeleteBudget) -> None:
+        """Create or delete the job's budget. No job waits for its guard: what is rejected is told in an event, and
+        tried again after the next list."""
+        if self.budgets.is_postponed(job.key, job.uid):
+            return
+        try:
+            if isinstance(action, act.EnsureBudget):
+                made, _ = await self._ensure(BUDGETS, job, action.body)
+                self.budgets.put(made)
+            else:
+                await self.client.delete(BUDGETS, job.namespace, action.name, uid=action.uid)
+                self.budgets.remove(job.key, action.uid)
+        except StaleObject:
+            self.budgets.postpone(job.key, job.uid)  # the garbage collector takes it away in time
+        except (errors.NotOurs, errors.NotAuthorized, *_BY_ADMISSION) as error:
+            log.warning("a PodDisruptionBudget was rejected", job=f"{job.namespace}/{job.name}", error=str(error))
+            if not self.budgets.reject(job.key, job.uid):
+                return
+            event = act.JobEvent("Warning", Reason.BUDGET_REJECTED.value, f"{Reason.BUDGET_REJECTED.meaning} {error}")
+            await events.send_event(self.client, job.namespace, job.name, job.uid, event, self.client.clock.now())
 
     # --- pods
 

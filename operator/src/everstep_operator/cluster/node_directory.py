@@ -18,6 +18,7 @@ from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import NODES
 from everstep_operator.plan.affinity import count_rule_terms
+from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.node_capacity import NodeCapacity, count_places
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.observation import PodView
@@ -45,8 +46,10 @@ class NodeDirectory:
     examined: int = 0  # nodes, in all counts
     _paid_until: float = float("-inf")  # by `timer`: when what was counted is made up for
     _gone: dict[str, float] = field(default_factory=dict)  # since when, by our clock
-    # By job: what its count was made from, the count, and when (by `timer`) it was made.
-    _places: dict[Key, tuple[tuple[int, str, int, int, str], int | None, float]] = field(default_factory=dict)
+    # By job and part: what its count was made from, the count, and when (by `timer`) it was made.
+    _places: dict[tuple[Key, int], tuple[tuple[int, str, int, int, str], int | None, float]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.admitted = AdmittedPods(self.client)
@@ -60,7 +63,23 @@ class NodeDirectory:
             await asyncio.gather(*(self._fetch_node(name) for name in unknown))
         return {name: view for name in names if (view := self._get_known_node(name)) is not None}
 
-    def count_places(self, job: Key, uid: str, template: int, pod: Mapping[str, Any], wanted: int) -> int | None:
+    def count_places_of_set(self, job: Key, uid: str, frozen: FrozenTemplate, wanted: int) -> int | None:
+        """Count the pods of a job that all nodes in the cache could hold, as `count_places`.
+
+        Where some are in a pool of their own, each part is counted as if it were alone: this is an upper bound.
+        """
+        if frozen.on_demand is None:
+            return self.count_places(job, uid, frozen.epoch, frozen.pod, wanted)
+        first = min(wanted, frozen.num_on_demand)
+        counts = [
+            self.count_places(job, uid, frozen.epoch, pod, count, part)
+            for part, pod, count in ((1, frozen.on_demand, first), (2, frozen.pod, wanted - first))
+        ]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def count_places(
+        self, job: Key, uid: str, template: int, pod: Mapping[str, Any], wanted: int, part: int = 0
+    ) -> int | None:
         """Count the pods of a job that all nodes in the cache could hold.
 
         Nodes of a large cluster change all the time, and all of this is done in one event loop: where the counts of all
@@ -72,15 +91,16 @@ class NodeDirectory:
             template: The epoch of its template.
             pod: The frozen pod template.
             wanted: How many pods the job wants: no more are counted.
+            part: Number of the part of the set, where it is in several pools: no admitted pod stands for all of it.
 
         Returns:
             The count; None while no node is known, or where it would take too long.
         """
         if not len(self.cache.nodes):
             return None
-        admitted = self.admitted.get(job, uid, template)
+        admitted = self.admitted.get(job, uid, template) if part == 0 else None
         made_from = (self.cache.node_changes, uid, template, wanted, admitted.text if admitted is not None else "")
-        known = self._places.get(job)
+        known = self._places.get((job, part))
         if known is not None and known[0] == made_from:
             return known[1]
         if known is not None and known[0][1:] == made_from[1:] and not self._may_count_again(known[2]):
@@ -95,7 +115,7 @@ class NodeDirectory:
         now = self.timer()
         cost = (self.examined - before) * (1 + terms / TERMS_OF_A_NODE) / NODES_A_SECOND
         self._paid_until = max(self._paid_until, now - BURST_SECONDS) + cost
-        self._places[job] = (made_from, places, now)
+        self._places[(job, part)] = (made_from, places, now)
         return places
 
     def _may_count_again(self, last: float) -> bool:
@@ -110,7 +130,8 @@ class NodeDirectory:
 
     def forget(self, job: Key) -> None:
         """Drop what is known of a job that waits no more."""
-        self._places.pop(job, None)
+        for part in range(3):
+            self._places.pop((job, part), None)
         self.admitted.forget(job)
 
     def _get_known_node(self, name: str) -> NodeView | None:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Scope = Literal["jobs", "cluster", "node-leases", "own"]
+Scope = Literal["jobs", "budgets", "cluster", "taints", "node-leases", "own"]
 
 
 class Permission(NamedTuple):
     verb: str
     group: str
     resource: str
-    # Where jobs are (all namespaces, or the watched ones) | without a namespace | kube-node-lease | the operator's own.
+    # Where jobs are (all namespaces, or the watched ones) | there, with `disruption_budget`
+    # | without a namespace | likewise, with `out_of_service_taint` | kube-node-lease | the operator's own.
     scope: Scope
 
 
@@ -29,9 +30,12 @@ USED_PERMISSIONS: frozenset[Permission] = frozenset(
         *_make_permissions("jobs", "", "services", "create", "get"),
         *_make_permissions("jobs", "", "secrets", "create", "delete"),  # never get: a token is derived, not read
         *_make_permissions("jobs", "", "configmaps", "create", "get", "list", "delete"),
+        *_make_permissions("jobs", "", "persistentvolumeclaims", "get"),
         *_make_permissions("jobs", "", "events", "create", "list"),
+        *_make_permissions("budgets", "policy", "poddisruptionbudgets", "create", "get", "list", "delete"),
         *_make_permissions("cluster", "everstep.dev", "trainingpools", "list", "watch"),
         *_make_permissions("cluster", "", "nodes", "get", "list", "watch"),
+        *_make_permissions("taints", "", "nodes", "patch"),
         *_make_permissions("node-leases", "coordination.k8s.io", "leases", "get"),
         *_make_permissions("own", "coordination.k8s.io", "leases", "create", "get", "update"),
         *_make_permissions("own", "", "secrets", "create"),

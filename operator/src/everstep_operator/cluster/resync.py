@@ -23,6 +23,7 @@ from everstep_operator.cluster import agent_code, errors
 from everstep_operator.cluster.agent_code import ALL, AgentCode
 from everstep_operator.cluster.cache import ClusterCache, ObjectCache
 from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, POOLS, ApiResource
@@ -42,6 +43,7 @@ class Resync:
     cache: ClusterCache
     frozen: FrozenTemplates
     agent: AgentCode
+    budgets: DisruptionBudgets
     namespaces: tuple[str, ...]
     period: float
     deaf: Callable[[], None]  # the watch has to be started again
@@ -101,6 +103,7 @@ class Resync:
         if back := self.forbidden - forbidden:
             self.readable(back)
         self.forbidden = forbidden
+        await self.budgets.refresh([place for place in self.namespaces or (None,) if place not in forbidden])
         if not (first or wished):
             await self._restart_silent_streams(repaired, before)
         active = {uid for key in self.cache.jobs if (uid := self._active_uid(key)) is not None}

@@ -102,6 +102,30 @@ class DeleteStaleObjects:
 
 
 @dataclass(frozen=True, slots=True)
+class EnsureBudget:
+    """The PodDisruptionBudget `<job>`. A job runs without it where the API server rejects it, or somebody else has one
+    of this name; an event says so."""
+
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteBudget:
+    """Delete the job's PodDisruptionBudget, with its UID as precondition."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkOutOfService:
+    """Set the out-of-service taint on a dead node, so that its volumes are detached. That it is rejected holds nothing
+    up: they are then detached later."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class PushPeers:
     """`POST /v1/peers` to the leader. May be asked for again and again: the runtime skips what this leader has had."""
 
@@ -141,6 +165,9 @@ Action = (
     | CreatePods
     | DeletePods
     | DeleteStaleObjects
+    | EnsureBudget
+    | DeleteBudget
+    | MarkOutOfService
     | PushPeers
     | StopLeader
     | RequestCheckpoint

@@ -11,7 +11,8 @@ from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.scalars import parse_quantity
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.observation import TRAINER_CONTAINER, PlanSettings
+from everstep_operator.plan.observation import TRAINER_CONTAINER
+from everstep_operator.plan.plan_settings import PlanSettings
 
 PROTOCOL = 1
 RESTART_GRACE = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import CheckpointStatus, Condition, ConditionType, Phase
-from everstep_operator.plan import node_trouble
+from everstep_operator.plan import node_trouble, pool_selection, volume_claims
 from everstep_operator.plan.checkpoint_status import describe_overdue, find_overdue_time
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.plan_context import PlanContext, to_utc
@@ -95,6 +95,14 @@ def _wanted_conditions(s: PlanContext, decision: Decision) -> dict[ConditionType
         and (phase is Phase.RUNNING or s.status.is_true(ConditionType.DEGRADED))
     ):
         wishes[ConditionType.DEGRADED] = (False, Reason.AGENT_REACHABLE, "")
+    if not finished and (short := pool_selection.describe_shortage(s)) is not None:
+        wishes[ConditionType.CAPACITY_AVAILABLE] = (False, Reason.WAITING_FOR_CAPACITY, short)
+    elif (s.all_bound or finished) and s.status.condition(ConditionType.CAPACITY_AVAILABLE) is not None:
+        wishes[ConditionType.CAPACITY_AVAILABLE] = (True, Reason.SCHEDULED, "")
+    if not finished and (unshared := volume_claims.describe_unshared_claims(s)) is not None:
+        wishes[ConditionType.VOLUMES_SHARED] = (False, Reason.READ_WRITE_ONCE, unshared)
+    elif s.observed.claims and s.status.condition(ConditionType.VOLUMES_SHARED) is not None:
+        wishes[ConditionType.VOLUMES_SHARED] = (True, Reason.VOLUMES_SHARED, "")
     old = s.status.condition(ConditionType.NODES_HEALTHY)
     if not finished and (wrong := node_trouble.find_node_trouble(s, decision.disruption)) is not None:
         wishes[ConditionType.NODES_HEALTHY] = (False, *wrong)

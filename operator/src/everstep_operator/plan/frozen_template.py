@@ -14,3 +14,9 @@ class FrozenTemplate:
     epoch: int
     pod: Mapping[str, Any]  # template.json
     job: Mapping[str, Any]  # job.json
+    on_demand: Mapping[str, Any] | None = None  # template.json of the first pods, where they are in another pool
+    num_on_demand: int = 0  # how many those are
+
+    def find_pod(self, index: int) -> Mapping[str, Any]:
+        """Return the template of the pod with this index."""
+        return self.on_demand if self.on_demand is not None and index < self.num_on_demand else self.pod

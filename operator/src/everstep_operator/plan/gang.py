@@ -176,7 +176,7 @@ def make_gang_view(job: TrainingJob, pods: Iterable[PodView], places: int | None
         key=f"{meta.namespace}/{meta.name}",
         uid=meta.uid,
         created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
-        pools=frozenset({status.template.pool} if status.template and status.template.pool else ()),
+        pools=frozenset(status.template.pools if status.template else ()),
         wanted=job.spec.num_nodes,
         scheduled=sum(p.live for p in mine) if quota else count_bound_pods(mine),
         released_at=max(released, default=None),

@@ -27,8 +27,9 @@ from everstep_operator.plan.agent_config import find_fence_timeout, find_termina
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.leader_view import LeaderView
 from everstep_operator.plan.node_view import NodeView
-from everstep_operator.plan.observation import PlanSettings, PodView
+from everstep_operator.plan.observation import PodView
 from everstep_operator.plan.plan_context import RUN_PHASES, PlanContext
+from everstep_operator.plan.plan_settings import PlanSettings
 
 MIN_BRAKED = 3
 MAX_SUSPECTS = 64  # nodes of one job whose Leases are read at a time

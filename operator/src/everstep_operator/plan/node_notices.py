@@ -70,7 +70,7 @@ def leave_noticed_nodes(s: PlanContext, decision: Decision) -> Decision:
         for signal in signals.values()
         if (deadline := signal.deadline) is not None and deadline > s.now + AHEAD_SECONDS
     ]
-    record = _update_record(s, {name: each for name, each in signals.items() if not _is_far(each, s.now)})
+    record = _update_record(s, {name: each for name, each in signals.items() if not is_far(each, s.now)})
     if record is None:
         return decision.requeue_at(min(later, default=None))
     decision = decision.with_fields(disruption=record).requeue_at(min(later, default=None))
@@ -81,7 +81,7 @@ def leave_noticed_nodes(s: PlanContext, decision: Decision) -> Decision:
     record = _note_checkpoint(s, record)
     if record.leaving is None and record.deadline is not None:
         leave_at = _compute_leave_time(record)
-        if record.saved_step is not None or s.now >= leave_at or not _may_ranks_run(s):
+        if record.saved_step is not None or s.now >= leave_at or not may_ranks_run(s):
             record = record.model_copy(update={"leaving": to_utc(s.now)})
         else:
             decision = decision.requeue_at(leave_at)
@@ -147,7 +147,8 @@ def _goes_away(node: NodeView) -> bool:
     return node.signal is not None and node.signal.leaves
 
 
-def _is_far(signal: NodeSignal, now: float) -> bool:
+def is_far(signal: NodeSignal, now: float) -> bool:
+    """Return whether a node goes so much later that nothing is done about it yet."""
     return signal.deadline is not None and signal.deadline > now + AHEAD_SECONDS
 
 
@@ -213,7 +214,7 @@ def _note_checkpoint(s: PlanContext, record: Disruption) -> Disruption:
     return record if told.saved_step is None else record.model_copy(update={"saved_step": told.saved_step})
 
 
-def _may_ranks_run(s: PlanContext) -> bool:
+def may_ranks_run(s: PlanContext) -> bool:
     """Return whether ranks may run that could save something. A leader that is not heard may still train."""
     if s.leader is not None:
         return s.leader.phase == "running"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Disruption, Restarts
-from everstep_operator.plan import node_notices
-from everstep_operator.plan.actions import DeletePods, PodRef
+from everstep_operator.plan import node_notices, volume_claims
+from everstep_operator.plan.actions import DeletePods, MarkOutOfService, PodRef
 from everstep_operator.plan.agent_config import RESTART_GRACE, find_fence_timeout
 from everstep_operator.plan.node_failures import NodeFailure
 from everstep_operator.plan.node_view import NodeView
@@ -66,6 +66,18 @@ def force_delete_lost_pods(s: PlanContext) -> tuple[DeletePods | None, float | N
     now_ = tuple(PodRef(pod.name, pod.uid, 0) for at, pod in due if at <= s.now)
     later = min((at for at, _ in due if at > s.now), default=None)
     return (DeletePods(now_, Reason.NODE_LOST.value) if now_ else None), later
+
+
+def list_nodes_to_mark(s: PlanContext) -> list[MarkOutOfService]:
+    """Return the dead nodes whose pods are force-deleted now, and whose volumes nobody else can mount before they are
+    detached; none unless an administrator allows it."""
+    if not s.observed.settings.out_of_service_taint or not volume_claims.list_unshared_claims(s):
+        return []
+    deleted, _ = force_delete_lost_pods(s)
+    names = {ref.name for ref in deleted.pods} if deleted is not None else set()
+    nodes = (s.observed.nodes.get(pod.node) for pod in s.observed.ours if pod.name in names and pod.node)
+    dead = {node.name for node in nodes if node is not None and node.gone_since is None}
+    return [MarkOutOfService(name) for name in sorted(dead)]
 
 
 def may_come_back(s: PlanContext, pod: PodView) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from everstep_operator.plan.node_capacity import NodeCapacity, parse_node_capacity
 from everstep_operator.plan.node_signals import DEFAULT_RULES, NodeSignal, Rules, is_spot, read_signal
+from everstep_operator.plan.out_of_service import has_returned
 
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
@@ -34,6 +35,7 @@ class NodeView:
     dead_since: float | None = None  # what `node_loss` made of it
     held: str = ""  # why it is not taken for dead all the same
     zone: str = ""
+    returned: bool = False  # it bears the operator's out-of-service taint, and its kubelet has reported since
     capacity: NodeCapacity | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
 
     @property
@@ -57,5 +59,6 @@ def parse_node(raw: Mapping[str, Any], rules: Rules = DEFAULT_RULES) -> NodeView
         spot=is_spot(labels),
         deleting=meta.get("deletionTimestamp") is not None,
         zone=str(labels.get(ZONE_LABEL) or ""),
+        returned=has_returned(raw),
         capacity=parse_node_capacity(raw),
     )

@@ -32,6 +32,7 @@ from everstep_operator.plan.leader_view import (
     parse_progress,
 )
 from everstep_operator.plan.node_view import NodeView
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.truncated_json import parse_whole_fields
 
 TRAINER_CONTAINER = "trainer"
@@ -157,38 +158,13 @@ class GangView:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """The operator's own configuration, as far as plans depend on it. Allow-lists are exact names; "*" allows all."""
+class BudgetView:
+    """A PodDisruptionBudget of the name that the job's has."""
 
-    agent_digest: str = "0" * 64  # SHA-256 of agent.pyz
-    operator_key: bytes = field(default=b"", repr=False)  # names the jobs' Secrets, and signs their templates
-    previous_keys: tuple[bytes, ...] = field(default=(), repr=False)  # by which earlier ones still hold
-    cluster_domain: str = "cluster.local"
-    agent_port: int = 8470
-    fence_timeout: float = 40.0
-    termination_grace: int = 120  # seconds, unless the template says otherwise
-    # Seconds until pods of an unreachable node are evicted. Their ranks may well train on meanwhile: a kubelet that is
-    # updated is back within minutes, and an eviction that nobody confirms frees no node before.
-    node_lost_toleration: int = 300
-    service_accounts: frozenset[str] = frozenset({"default"})
-    priority_classes: frozenset[str] = frozenset({"*"})
-    host_fields: frozenset[str] = (
-        frozenset()
-    )  # hostNetwork, hostPID, hostIPC, hostPath, hostPort, privileged, automountServiceAccountToken
-    copied_labels: frozenset[str] = frozenset(
-        {
-            f"app.kubernetes.io/{name}" for name in ("name", "part-of", "component", "version")
-        }  # never "instance": Argo CD's
-    )
-
-    @property
-    def operator_keys(self) -> tuple[bytes, ...]:
-        """Return all keys that hold, the current one first."""
-        return (self.operator_key, *self.previous_keys)
-
-    @property
-    def agent_config_map(self) -> str:
-        return f"everstep-agent-{self.agent_digest[:12]}"
+    name: str
+    uid: str
+    owner: str  # UID of the controller owner reference
+    min_available: int | None  # None: not a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +197,8 @@ class Observation:
     silent_nodes: tuple[str, ...] = ()  # of any job; the scheduler may take them for Ready for a minute
     avoided_nodes: tuple[str, ...] = ()  # on which jobs have failed before
     places: int | None = None  # pods of the set that today's nodes could hold, up to those wanted; None: unknown
+    claims: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # access modes of those that pods mount
+    budget: BudgetView | None = None  # None: there is none, or the operator makes none
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
 
     @cached_property

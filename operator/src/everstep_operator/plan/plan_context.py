@@ -167,6 +167,16 @@ class PlanContext:
     def pool(self) -> TrainingPool | None:
         return self.observed.pools.get(self.template.pool) if self.template else None
 
+    @property
+    def on_demand_pool(self) -> TrainingPool | None:
+        """Return the pool of the first pods, where it is another one."""
+        return self.observed.pools.get(self.template.on_demand_pool) if self.template else None
+
+    @property
+    def num_on_demand(self) -> int:
+        """Return how many of the first pods are in a pool of their own."""
+        return self.spec.min_on_demand if self.template is not None and self.template.on_demand_pool else 0
+
 
 def _proves_pods(transition: Transition) -> bool:
     """Tell whether the API server had accepted pods of the job when this began. A quota is judged after all else."""

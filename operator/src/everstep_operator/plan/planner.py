@@ -5,6 +5,7 @@ from __future__ import annotations
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
 from everstep_operator.plan import (
+    disruption_budget,
     gang,
     job_outcome,
     node_loss,
@@ -25,6 +26,7 @@ from everstep_operator.plan.agent_config import find_termination_grace
 from everstep_operator.plan.decision import Decision, parse_reason
 from everstep_operator.plan.observation import Observation, Rejection
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
+from everstep_operator.plan.pool_selection import PoolSelection
 from everstep_operator.plan.restart_budget import RestartBudget
 from everstep_operator.plan.start_failures import StartRecord
 from everstep_operator.plan.status import build_status
@@ -48,13 +50,15 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         return JobPlan()
     if s.phase.finished:
         actions, look = ttl.plan_after_end(s)
-        return JobPlan(s.status, actions=tuple(actions), requeue_at=look)
+        return JobPlan(s.status, actions=(*disruption_budget.lift_budget(s), *actions), requeue_at=look)
     account = restart_budget.charge_ended_generations(s, over=job_outcome.find_outcome(s) is not None)
     begun = start_failures.count_start_failures(s)
     decision = node_notices.leave_noticed_nodes(s, _decide_next(s, account, begun))
     if not decision.phase.finished:
         buried, later = node_trouble.force_delete_lost_pods(s)
-        decision = decision.with_actions(buried).requeue_at(later)
+        # First the taint: once the pods are gone, nothing tells any more that their nodes lack it.
+        decision = decision.with_actions(*node_trouble.list_nodes_to_mark(s), buried).requeue_at(later)
+    decision = disruption_budget.guard_pods(s, decision)
     decision = decision.requeue_at(account.retry_at, s.degraded_at if not s.degraded else None)
     status, events, due = build_status(s, decision)
     looks = [*decision.requeue, *([due] if due is not None else [])]
@@ -179,17 +183,18 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
         reason, said = found
         message = f"{reason.meaning} {said}".strip()
         return pod_creation.resolve_new_template(
-            s, s.pool, plain=True, reason=reason, message=message, plain_reason=(reason, message)
+            s,
+            PoolSelection(s.pool, s.on_demand_pool),
+            plain=True,
+            reason=reason,
+            message=message,
+            plain_reason=(reason, message),
         )
-    pool, _ = pool_selection.select_next_pool(s)
-    if pool is not None:
-        bound = sum(1 for pod in s.live if pod.scheduled)
-        message = (
-            f"TrainingPool {s.template.pool!r} had nodes for {bound} of {s.wanted} pods; "
-            f"{pool.metadata.name!r} is the next pool to try"
-        )
-        return pod_creation.resolve_new_template(s, pool, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
-    return None
+    choice, _ = pool_selection.select_next_pool(s)
+    if choice is None:
+        return None
+    message = pool_selection.describe_move(s, choice)
+    return pod_creation.resolve_new_template(s, choice, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
 
 
 def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
@@ -197,7 +202,7 @@ def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
         waiting = Decision(Phase.PENDING, Reason.UNKNOWN_FIELDS, pod_creation.describe_unknown_fields(s), stalled=True)
         return waiting.with_actions(pod_replacement.make_deletion(s.observed.ours, reason))
     choice = pool_selection.select_first_pool(s)
-    if choice.problem is not None and choice.problem[0] is Reason.NAMESPACE_NOT_ALLOWED:
+    if choice.problem is not None and choice.problem[0] in pool_selection.FINAL_PROBLEMS:
         # Every pool that the job names exists and refuses it: nothing that will be here soon changes that.
         return _fail_job(s, *choice.problem)
     if choice.problem is not None:
@@ -207,7 +212,7 @@ def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
     plain_reason = (Reason.NO_COMMAND, Reason.NO_COMMAND.meaning) if s.spec.command is None else None
     message = f"{s.wanted} pods are created"
     return pod_creation.resolve_new_template(
-        s, choice.pool, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
+        s, choice, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
     )
 
 

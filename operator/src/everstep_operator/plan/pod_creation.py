@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace as replace_fields
 
-from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus
 from everstep_operator.plan import gang, node_notices, pod_replacement, restart_budget, start_failures, template
@@ -24,10 +23,12 @@ from everstep_operator.plan.actions import (
 )
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.mixed_pools import resolve_for_pools
 from everstep_operator.plan.observation import GangView, Observation, PodView
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES, PlanContext
 from everstep_operator.plan.pod_manifest import build_pod, make_template_name
+from everstep_operator.plan.pool_selection import PoolSelection
 from everstep_operator.plan.template import RejectedTemplate
 
 BLOCKED_RETRY_SECONDS = 30.0
@@ -39,7 +40,7 @@ MAX_AVOIDED = 64  # names of nodes that a pod excludes
 
 def resolve_new_template(
     s: PlanContext,
-    pool: TrainingPool | None,
+    chosen_pools: PoolSelection,
     *,
     plain: bool,
     reason: Reason,
@@ -48,13 +49,16 @@ def resolve_new_template(
 ) -> Decision:
     """Resolve the whole set anew. Its pods are made once every pod of an older template is gone."""
     epoch = s.status.epoch + 1
-    resolved = template.resolve_template(s.job, epoch=epoch, pool=pool, plain=plain, settings=s.observed.settings)
+    pool, on_demand = chosen_pools.pool, chosen_pools.on_demand
+    resolved = resolve_for_pools(
+        s.job, epoch=epoch, pool=pool, on_demand=on_demand, plain=plain, settings=s.observed.settings
+    )
     if isinstance(resolved, RejectedTemplate):
         return Decision(Phase.FAILED, resolved.reason, resolved.message).with_actions(
             pod_replacement.make_deletion(s.observed.ours, resolved.reason)
         )
-    name = pool.metadata.name if pool else ""
-    chosen = TemplateStatus(epoch=epoch, pool=name, plain=plain, spec_hash=s.spec.pods_hash())
+    name, first = (each.metadata.name if each is not None else "" for each in (pool, on_demand))
+    chosen = TemplateStatus(epoch=epoch, pool=name, on_demand_pool=first, plain=plain, spec_hash=s.spec.pods_hash())
     base = Decision(
         Phase.PENDING, reason, message, epoch=epoch, generation=0, template=chosen, plain_reason=plain_reason
     )
@@ -79,15 +83,15 @@ def create_missing_pods(s: PlanContext, decision: Decision) -> Decision:
         return decision.requeue_at(until)
     frozen = s.observed.frozen
     if frozen is None or frozen.epoch != s.template.epoch:
-        if s.job.unknown_fields or (s.pool is not None and s.pool.unknown_fields):
+        if s.job.unknown_fields or any(each is not None and each.unknown_fields for each in (s.pool, s.on_demand_pool)):
             waiting = decision.with_fields(
                 reason=Reason.UNKNOWN_FIELDS, message=describe_unknown_fields(s), stalled=True
             )
             return waiting.requeue_at(s.now + BLOCKED_RETRY_SECONDS)
-        if s.template.pool and s.pool is None:
+        if missing := next((name for name in s.template.pools if name not in s.observed.pools), None):
             # Without it nobody knows where its pods belong: they would be made for any node.
             message = (
-                f"there is no TrainingPool {s.template.pool!r}, and the template that was resolved for it no "
+                f"there is no TrainingPool {missing!r}, and the template that was resolved for it no "
                 "longer exists: missing pods are created when the pool exists again"
             )
             waiting = decision.with_fields(reason=Reason.POOL_NOT_FOUND, message=message, stalled=True)
@@ -112,8 +116,9 @@ def create_missing_pods(s: PlanContext, decision: Decision) -> Decision:
 def describe_unknown_fields(s: PlanContext) -> str:
     """Return a message about a job of which no template can be resolved, because nobody knows what it says."""
     fields = [*s.job.unknown_fields]
-    if s.pool is not None and s.pool.unknown_fields:
-        fields += [f"{name} of TrainingPool {s.pool.metadata.name!r}" for name in s.pool.unknown_fields]
+    for pool in (s.pool, s.on_demand_pool):
+        if pool is not None and pool.unknown_fields:
+            fields += [f"{name} of TrainingPool {pool.metadata.name!r}" for name in pool.unknown_fields]
     return f"{', '.join(fields)}: {Reason.UNKNOWN_FIELDS.meaning}"
 
 
@@ -226,7 +231,9 @@ def _resolve_again(s: PlanContext, epoch: int) -> FrozenTemplate | RejectedTempl
     settings = replace_fields(
         settings, operator_key=find_key(mounted, meta.name, meta.uid, epoch, settings.operator_keys)
     )
-    return template.resolve_template(s.job, epoch=epoch, pool=s.pool, plain=s.plain, settings=settings)
+    return resolve_for_pools(
+        s.job, epoch=epoch, pool=s.pool, on_demand=s.on_demand_pool, plain=s.plain, settings=settings
+    )
 
 
 def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iterable[int], epoch: int) -> list[Action]:
@@ -236,6 +243,8 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     if len(chosen) == s.wanted and s.phase not in RUN_PHASES:
         # Before anything is made from it: a refused template leaves nothing behind.
         actions.append(DryRun(build_pod(frozen, 0, epoch)))
+        if frozen.on_demand is not None:
+            actions.append(DryRun(build_pod(frozen, frozen.num_on_demand, epoch)))
     if s.wanted > 1:
         actions.append(EnsureService(job.metadata.name, template.build_service(job, settings)))
     name = make_template_name(job.metadata.name, t)

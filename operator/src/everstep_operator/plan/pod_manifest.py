@@ -53,7 +53,8 @@ def build_pod(
     """
     about = frozen.job["job"]
     name: str = about["name"]
-    metadata = frozen.pod.get("metadata") or {}
+    pod = frozen.find_pod(index)
+    metadata = pod.get("metadata") or {}
     body: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -61,24 +62,24 @@ def build_pod(
             "name": make_pod_name(name, index),
             "namespace": about["namespace"],
             "labels": {
-                **build_shared_labels(frozen.pod, name, frozen.epoch),
+                **build_shared_labels(pod, name, frozen.epoch),
                 LABEL_INDEX: str(index),
                 LABEL_EPOCH: str(epoch),
             },
             "ownerReferences": [build_owner_reference(name, about["uid"])],
         },
-        "spec": {**frozen.pod["spec"], "hostname": f"algo-{index + 1}"},
+        "spec": {**pod["spec"], "hostname": f"algo-{index + 1}"},
     }
     annotations = dict(metadata.get("annotations") or {})
     if frozen.job.get("plain"):
         annotations |= plain_mode.build_pod_annotations(frozen.job, index)
         config_map = make_template_name(name, frozen.epoch)
         body["spec"]["containers"] = _replace_environment(
-            frozen, lambda env: plain_mode.build_environment(frozen.job, index, config_map, epoch, env)
+            pod, lambda env: plain_mode.build_environment(frozen.job, index, config_map, epoch, env)
         )
     else:
-        body["spec"]["containers"] = _replace_environment(frozen, lambda env: _add_variables(env, index, epoch, leader))
-    if extra := frozen.pod["spec"].get("initContainers"):
+        body["spec"]["containers"] = _replace_environment(pod, lambda env: _add_variables(env, index, epoch, leader))
+    if extra := pod["spec"].get("initContainers"):
         body["spec"]["initContainers"] = select_folder_containers(extra, index, epoch)
     if avoid:
         body["spec"]["affinity"] = exclude_nodes(body["spec"].get("affinity") or {}, avoid)
@@ -109,10 +110,10 @@ def _add_variables(env: ContainerEnvironment, index: int, epoch: int, leader: st
 
 
 def _replace_environment(
-    frozen: FrozenTemplate, change: Callable[[ContainerEnvironment], Sequence[Mapping[str, Any]]]
+    pod: Mapping[str, Any], change: Callable[[ContainerEnvironment], Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Return the containers, with another environment for the trainer."""
-    containers = frozen.pod["spec"]["containers"]
+    containers = pod["spec"]["containers"]
     return [{**c, "env": change(c.get("env") or [])} if c["name"] == TRAINER_CONTAINER else c for c in containers]
 
 

@@ -29,6 +29,7 @@ from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.gang import BLOCKED_REASONS
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 from everstep_operator.plan.pod_replacement import LOSS_REASONS
+from everstep_operator.plan.usage import find_booking_time, update_usage
 
 WRITE_INTERVAL_SECONDS = 30.0
 _TIMING_OF_PHASE = {
@@ -46,7 +47,7 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
     """Return the status to have, the events of this transition, and when a change that was held back is due."""
     old = s.status
     moved = _starts_transition(s, decision)
-    checkpoint = update_checkpoint(s)
+    checkpoint, usage = update_checkpoint(s), update_usage(s, decision)
     new = old.model_copy(
         update={
             "phase": decision.phase,
@@ -65,16 +66,20 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
             "disruption": decision.disruption,
             "transitions": _update_transitions(s, decision) if moved else old.transitions,
             "timings": _update_timings(s, moved, checkpoint),
+            "usage": usage,
         }
     )
     overdue = find_overdue_time(s, checkpoint)
     wake = overdue if overdue is not None and overdue > s.now else None
-    if new == old:
-        return old, (), wake
+    soon = (s.observed.status_written_at or 0.0) + WRITE_INTERVAL_SECONDS
+    booked = find_booking_time(old.usage, usage, s.now, soon)
     if not moved and _strip_volatile_fields(new) == _strip_volatile_fields(old):
-        due = (s.observed.status_written_at or 0.0) + WRITE_INTERVAL_SECONDS
-        if s.now < due:
-            return old, (), due if wake is None else min(due, wake)
+        is_news = new.model_copy(update={"usage": old.usage}) != old
+        dues = [at for at in (soon if is_news else None, booked) if at is not None]
+        if not dues:
+            return old, (), wake
+        if s.now < min(dues):
+            return old, (), min(dues) if wake is None else min(*dues, wake)
     changed_phase = decision.phase is not old.phase or decision.phase is Phase.PENDING or decision.again
     warns = decision.phase in _WARNING_PHASES or decision.stalled
     said = decision.message or decision.reason.meaning
@@ -93,6 +98,9 @@ def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]
     before, nodes = (status.condition(ConditionType.NODES_HEALTHY) for status in (s.status, new))
     if nodes is not None and nodes.status == "False" and (before is None or before.reason != nodes.reason):
         events.append(JobEvent("Warning", nodes.reason, nodes.message[:1024]))
+    claims = new.condition(ConditionType.VOLUMES_SHARED)
+    if claims is not None and claims.status == "False" and not s.status.is_false(ConditionType.VOLUMES_SHARED):
+        events.append(JobEvent("Warning", claims.reason, claims.message[:1024]))
     known = s.status.disruption
     pending = known is not None and known.deadline is not None and known.leaving is None
     if known is not None and pending and new.disruption is None and new.phase in _PHASES_THAT_GO_ON:
@@ -188,4 +196,6 @@ def _strip_volatile_fields(status: TrainingJobStatus) -> TrainingJobStatus:
     kept = status.checkpoint
     if kept is not None:  # that one more was saved can wait; that a save failed, or what was restored, cannot
         kept = kept.model_copy(update={"step": None, "time": None, "bytes": None})
-    return status.model_copy(update={"conditions": told, "ready_nodes": 0, "progress": None, "checkpoint": kept})
+    return status.model_copy(
+        update={"conditions": told, "ready_nodes": 0, "progress": None, "checkpoint": kept, "usage": None}
+    )

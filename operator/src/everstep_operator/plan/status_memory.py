@@ -44,6 +44,10 @@ def _has_another_template(known: TrainingJobStatus, found: TrainingJobStatus) ->
     return found.template.epoch > max(known.epoch, found.epoch)
 
 
-def _list_counts(status: TrainingJobStatus) -> tuple[int, ...]:
+def _list_counts(status: TrainingJobStatus) -> tuple[float, ...]:
     """Return what only grows."""
-    return status.epoch, status.template.epoch if status.template is not None else 0, status.restarts.total
+    usage = status.usage
+    used = [0.0] * 4
+    if usage is not None:
+        used = [usage.until.timestamp(), usage.spot_node_seconds, usage.on_demand_node_seconds, usage.cost]
+    return status.epoch, status.template.epoch if status.template is not None else 0, status.restarts.total, *used

@@ -32,9 +32,10 @@ from everstep_operator.plan.checkpoint_volumes import (
 from everstep_operator.plan.folder_publisher import build_folder_containers, find_hidden_folder, mount_program_folder
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, PlanSettings, token_secret_name
+from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, token_secret_name
 from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.overlay import merge_overlay, normalize_mount_path
+from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference, make_template_name
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
 from everstep_operator.plan.template_field_types import find_misshapen_field
@@ -55,6 +56,7 @@ _REFERENCES = {
 }
 _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
+_ON_DEMAND = "on-demand.json"
 _SIGNATURE = "signature"  # in the data, which nobody can change once it is there
 _TOO_MANY_PLAIN = (
     f"numNodes is {{nodes}}, and without the agent a job has at most {plain_mode.MAX_NODES} nodes, since each pod "
@@ -124,7 +126,8 @@ def resolve_template(
     labels = {**copied, **meta.labels}
     if pool is not None:
         labels[LABEL_CAPACITY] = pool.spec.capacity_type
-    pod = {"metadata": {"labels": labels, "annotations": dict(meta.annotations)}, "spec": spec}
+    annotations = {**settings.pod_annotations, **meta.annotations}
+    pod = {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
     return FrozenTemplate(epoch=epoch, pod=pod, job=config)
 
 
@@ -137,6 +140,8 @@ def build_config_map(job: TrainingJob, frozen: FrozenTemplate, key: bytes) -> di
         key: The operator key.
     """
     data = {"job.json": _encode_json(frozen.job), "template.json": _encode_json(frozen.pod)}
+    if frozen.on_demand is not None:
+        data[_ON_DEMAND] = _encode_json({"count": frozen.num_on_demand, "template": frozen.on_demand})
     if frozen.job.get("plain"):
         data |= plain_mode.build_plain_files(frozen.job)
     data[_SIGNATURE] = _sign_template(data, job.metadata.namespace or "", job.metadata.uid, frozen.epoch, key)
@@ -206,11 +211,10 @@ def read_frozen_template(
         return None
     try:
         pod, config = json.loads(content["template.json"]), json.loads(content["job.json"])
-    except (KeyError, TypeError, ValueError):
+        first = json.loads(content.get(_ON_DEMAND, "{}"))
+        return FrozenTemplate(epoch, {**pod}, {**config}, first.get("template"), first.get("count", 0))
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return (
-        FrozenTemplate(epoch=epoch, pod=pod, job=config) if isinstance(pod, dict) and isinstance(config, dict) else None
-    )
 
 
 def _sign_template(data: Mapping[str, str], namespace: str, uid: str, epoch: int, key: bytes) -> str:
