@@ -51,6 +51,26 @@ def test_something_handed_on_beside_the_values_is_found() -> None:
         compare_gradients(model, stages, inputs, lambda output: output.sum())
 
 
+def test_a_gradient_that_is_no_number_in_the_model_itself_is_no_difference() -> None:
+    class Empty(nn.Module):  # type: ignore[misc]
+        """As attention with a row in which everything is masked."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Any) -> Any:
+            hidden = self.one(x)
+            return self.two((hidden + torch.where(x > 9, -torch.inf, 0.0)).softmax(1))
+
+    model, inputs = Empty(), {"x": torch.tensor([[1.0, 2.0, 3.0], [10.0, 10.0, 10.0]])}
+    stages = split_model(trace_model(model, inputs), {"two": 1})
+    assert compare_gradients(model, stages, inputs, lambda output: output.sum()) == 0.0
+    model.register_forward_hook(lambda module, args, output: output * module.two.bias.sum())
+    with pytest.raises(PipelineError, match=r"the gradient of two\.bias differs"):
+        compare_gradients(model, stages, inputs, lambda output: output[0].sum())
+
+
 @pytest.mark.parametrize("name", ["gpt", "resnet", "custom"])
 def test_samples_of_ordinary_models_do_not_meet(name: str) -> None:
     found, batch = front.traced(CASES[name]), CASES[name].example()

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.torch
 
 
 EPOCH = [0]
+X = torch.ones(8, 8)
 
 
 class Noise(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
@@ -28,6 +29,13 @@ class Noise(nn.Module):  # type: ignore[misc]  # torch is not where types are ch
 
     def forward(self, x: Any) -> Any:
         return x + torch.randn_like(x) if self.training and EPOCH[0] else x
+
+
+class Always(nn.Module):  # type: ignore[misc]
+    """Draws in evaluation mode too, as `dropout` does unless it is told of the mode."""
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.dropout(x, 0.5)
 
 
 def _add_noise(_: nn.Module) -> None:
@@ -64,4 +72,20 @@ def test_what_begins_to_draw_later_draws_the_same_wherever_the_model_is_cut(
     begin: Callable[[nn.Module], None],
 ) -> None:
     early, late = (ranks.run(2, _train, begin, blocks_of_first)[0] for blocks_of_first in (1, 3))
+    assert early == pytest.approx(late, rel=1e-5)
+
+
+def _train_in_evaluation_mode(rank: int, blocks_of_first: int) -> list[float]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), Always()) for _ in range(4)]
+    cut = {str(block): int(block >= blocks_of_first) for block in range(4)}
+    options = group_options(microbatches=4, heartbeat=None, stage_of=cut)
+    with warnings.catch_warnings(), pipeline(nn.Sequential(*blocks), X, squares, **options) as run:
+        warnings.simplefilter("error")
+        run.eval()
+        return [run.step(X, X).loss for _ in range(3)]
+
+
+def test_what_draws_in_evaluation_mode_draws_the_same_in_a_step_wherever_the_model_is_cut() -> None:
+    early, late = (ranks.run(2, _train_in_evaluation_mode, blocks_of_first)[0] for blocks_of_first in (1, 3))
     assert early == pytest.approx(late, rel=1e-5)

@@ -123,3 +123,36 @@ def test_stages_of_a_process_are_joined_in_the_order_of_the_model() -> None:
         joined = join_skeletons([stages[one].module, stages[other].module])
         every = [name for name, _ in joined.named_parameters(remove_duplicate=False)]
         assert every == [name for name, _ in model.named_parameters(remove_duplicate=False) if name in every]
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """Has a layer of its own, and the dropout of the model."""
+
+    def __init__(self, dropout: Any) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 4), dropout
+
+    def forward(self, x: Any) -> Any:
+        return self.dropout(self.layer(x).tanh())
+
+
+class OneDropout(nn.Module):  # type: ignore[misc]
+    """The model has the dropout of its blocks too, and never calls it by that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dropout = nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(Block(self.dropout) for _ in range(4))
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_module_with_several_names_draws_the_same_wherever_the_model_is_cut() -> None:
+    cuts = [{f"blocks.{block}": int(block >= first) for block in range(4)} for first in (1, 3)]
+    early, late = (ranks.run(2, _train, OneDropout, {"stage_of": cut})[0][0] for cut in cuts)
+    assert early == pytest.approx(late, rel=1e-12)

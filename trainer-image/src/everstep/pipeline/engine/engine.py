@@ -283,7 +283,8 @@ class Engine:
         call = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
         hooks = call if any(map(has_hooks, own)) else None
         clip, narrow = self.options.clip, self.parameters.narrow_gradients
-        scaled = scale_to_mean_loss(own, counted, self._total, self._sum, self.loss_scale, clip, device, hooks, narrow)
+        add = partial(self.parameters.copies.add_up, self._sum, self.steps)
+        scaled = scale_to_mean_loss(own, counted, self._total, add, self.loss_scale, clip, device, hooks, narrow)
         narrow()
         self.steps += 1
         self._random.next_step()
@@ -415,9 +416,7 @@ class Engine:
         """The ranks that read, the same on all; what this one reads."""
         arguments = {name for stage in self._stages.values() for name in stage.arguments}
         mine = Reads(frozenset(arguments), self._last in stages)
-        marks = torch.zeros(
-            self.transport.size * self.transport.replicas, dtype=torch.float64, device=self.transport.device
-        )
+        marks = torch.zeros(self.transport.size, dtype=torch.float64, device=self.transport.device)
         marks[self.rank] = float(bool(mine.inputs) or mine.targets)
         self._sum(marks)
         return [rank for rank in range(self.transport.size) if marks[rank]], mine

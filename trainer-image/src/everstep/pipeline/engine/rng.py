@@ -255,7 +255,7 @@ class Random:
     def _enter(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():  # what is compiled draws as one, from the seed of the whole
             return
-        if not self._inside or not module.training:
+        if not self._inside:  # in eval mode too: `functional.dropout(x, 0.1)` draws in any
             return
         name = self._names[module]
         if not self._again and self._asleep and name not in self._drew:

@@ -58,12 +58,13 @@ class Drawing(nn.Module):  # type: ignore[misc]
 def make_skeleton(model: nn.Module, modules: Iterable[str], owners: Iterable[str], weights: Iterable[str]) -> nn.Module:
     """`modules` whole; of the `owners`, a skeleton each; the `weights` by their first names, wherever else they are.
 
-    Everything is registered in the order of the model, and a shared weight under all of its names, so that it has the
-    same first name, and the same names in a state dictionary, in every stage.
+    Everything is registered in the order of the model, and a shared weight or module under all of its names, so that it
+    has the same first name, and the same names in a state dictionary, in every stage. Random numbers follow from it.
     """
     whole = set(modules)
     if "" in whole:
         return model
+    whole |= _find_other_names(model, whole)
     both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     names = [(name, id(tensor)) for each in both for name, tensor in each]
     chosen = set(weights)
@@ -73,6 +74,15 @@ def make_skeleton(model: nn.Module, modules: Iterable[str], owners: Iterable[str
     root = Skeleton(model)
     _fill_skeleton(root, model, "", whole, parents - {""}, wanted)
     return root
+
+
+def _find_other_names(model: nn.Module, whole: set[str]) -> set[str]:
+    """Return the other names of these modules, and of the modules in them."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    held = {part for name in whole for part in model.get_submodule(name).modules()}
+    return {name for module in held for name in names[module] if len(names[module]) > 1}
 
 
 def _fill_skeleton(
