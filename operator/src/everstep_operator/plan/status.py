@@ -71,8 +71,9 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
     )
     overdue = find_overdue_time(s, checkpoint)
     wake = overdue if overdue is not None and overdue > s.now else None
-    soon = (s.observed.status_written_at or 0.0) + WRITE_INTERVAL_SECONDS
-    booked = find_booking_time(old.usage, usage, s.now, soon)
+    written_at = s.observed.status_written_at or 0.0
+    soon = written_at + WRITE_INTERVAL_SECONDS
+    booked = find_booking_time(old.usage, usage, written_at, WRITE_INTERVAL_SECONDS)
     if not moved and _strip_volatile_fields(new) == _strip_volatile_fields(old):
         is_news = new.model_copy(update={"usage": old.usage}) != old
         dues = [at for at in (soon if is_news else None, booked) if at is not None]
