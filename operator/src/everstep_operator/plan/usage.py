@@ -21,7 +21,7 @@ CapacityType = Literal["spot", "on-demand"]
 
 # A status that only counted seconds would be written all the time; at the latest after so long it is.
 BOOK_SECONDS = 600.0
-# Nodes that are given back are booked after so long: the pods of a large set end one by one, and are not as many writes.
+# Nodes that are given back are booked after so long: the pods of a large set end one by one, in few writes.
 GIVEN_BACK_SECONDS = 1.0
 _HOUR = 3600.0
 _OVER = ("Succeeded", "Failed")
