@@ -109,8 +109,9 @@ async def test_strangers_cannot_crowd_out_a_known_callers_nonce(agents: list[Age
     wire = await Wire.to(agents[0])
     assert await wire.say(signed("GET", "/v1/state", b"", await wire.nonce())) == 200
     nonce = next(x.split(": ")[1] for x in wire.head.split("\r\n") if x.startswith(auth.NEXT_NONCE_HEADER))
-    stranger = await Wire.to(agents[0])
-    for _ in range(auth.MAX_NONCES + 1):
+    for number in range(auth.MAX_NONCES + 1):
+        if number % http_server.MAX_CHALLENGES == 0:
+            stranger = await Wire.to(agents[0])
         await stranger.nonce()
     assert await wire.say(signed("GET", "/v1/state", b"", nonce)) == 200
 

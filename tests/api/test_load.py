@@ -130,3 +130,33 @@ def test_json_is_read_as_json(indent: Any) -> None:
 def test_what_no_parser_reads_is_refused_with_a_line(text: str) -> None:
     with pytest.raises(ManifestError, match=r"job.yaml:1: document 1: .*no valid YAML"):
         load_text(text, "job.yaml")
+
+
+def test_a_list_is_its_items() -> None:
+    item = "- " + JOB.rstrip().replace("\n", "\n  ")
+    loaded = load_text(f"apiVersion: v1\nkind: List\nitems:\n{item}\n- {{apiVersion: v1, kind: Secret}}\n", "job.yaml")
+    assert [type(made) for made in loaded.objects] == [TrainingJob]
+    assert loaded.skipped == ["Secret"]
+    assert complaints(f"apiVersion: v1\nkind: List\nitems:\n{item}\n    nodes: 2\n") == [
+        'job.yaml:9: document 1: items[0].spec.nodes: unknown field "spec.nodes" (did you mean numNodes?)'
+    ]
+    assert complaints("apiVersion: v1\nkind: List\n") == [
+        'job.yaml:1: document 1: items: must be of type array: "null"'
+    ]
+
+
+@pytest.mark.parametrize("spec", ["&x {image: x, podTemplate: {spec: {affinity: *x}}}", "&x [*x]"])
+def test_a_value_that_contains_itself_is_no_manifest(spec: str) -> None:
+    text = f"apiVersion: everstep.dev/v1alpha1\nkind: TrainingJob\nmetadata: {{name: digits}}\nspec: {spec}\n"
+    assert complaints(text) == ["job.yaml:1: document 1: <object>: no valid YAML: an anchor's value contains itself"]
+
+
+def test_a_number_of_any_length_is_a_number() -> None:
+    (found,) = complaints(f"{JOB}  hyperparameters: {{a: {'9' * 5000}}}\n")
+    assert found.startswith("job.yaml:6: document 1: spec.hyperparameters.a: must be of type string")
+
+
+def test_aliases_of_aliases_are_looked_at_once() -> None:
+    """Each of 40 values refers twice to the one before: followed one by one, that were 2**40."""
+    values = "".join(f"  - &v{number} [*v{number - 1}, *v{number - 1}]\n" for number in range(1, 41))
+    assert len(next(iter(load_documents(f"v:\n  - &v0 [x]\n{values}"))).data["v"]) == 41

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +56,37 @@ def test_without_a_cluster_it_says_so(everstep_process: Everstep, monkeypatch: p
     assert done.returncode == 1
     assert "no cluster is configured" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_output_without_room_is_told_in_one_line(tmp_path: Path) -> None:
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(
+        "apiVersion: everstep.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: digits}\nspec: {image: x}\n"
+    )
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "everstep.cli", "validate", "-f", str(manifest)],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "everstep: the output cannot be written: No space left on device: make room there\n"
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ('command: [echo, a], env: [{name: MINE, value: "a\\0b"}]', "the variable MINE"),
+        ('command: [echo, "a\\0b"]', "the command of digits"),
+        ('command: [echo], args: ["a\\0b"]', "the command of digits"),
+    ],
+)
+def test_a_run_names_what_no_process_can_get(everstep: Everstep, tmp_path: Path, field: str, named: str) -> None:
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(
+        "apiVersion: everstep.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: digits}\n"
+        f"spec: {{image: x, {field}}}\n"
+    )
+    done = everstep("run", "-f", str(manifest))
+    assert done.returncode == 1
+    assert f"{named} " in done.stderr
+    assert "NUL" in done.stderr

@@ -81,6 +81,16 @@ def test_the_time_is_split_by_what_it_was_spent_on() -> None:
     assert "goodput 94.0%" in text
 
 
+def test_the_cost_is_told_where_pools_have_prices() -> None:
+    usage = {"spotNodeSeconds": 7200, "onDemandNodeSeconds": 3600, "unpricedNodeSeconds": 0, "cost": 12.5, "savings": 8}
+    assert "cost  12.50, 2.0 node-hours spot, 1.0 node-hours on-demand, 8.00 saved by spot nodes" in shown(
+        {"usage": usage}
+    )
+    partly = usage | {"unpricedNodeSeconds": 3600}
+    assert "without 1.0 node-hours that have no price" in " ".join(shown({"usage": partly}).split())
+    assert "cost" not in shown({"usage": usage | {"unpricedNodeSeconds": 10800}})
+
+
 def test_conditions_are_listed_with_their_reasons() -> None:
     condition = {
         "type": "Ready",

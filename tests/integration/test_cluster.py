@@ -54,6 +54,7 @@ async def test_a_restarted_api_server_costs_nothing(
     async with Simulation(world, "digits") as simulation:
         await running(world, "digits", simulation)
         control_plane.restart_apiserver()  # not in a thread: its processes die with the thread that started them
+        await world.job("digits")  # a read is repeated: then it is known which connections the old one has closed
         await world.submit("late", numNodes=1)  # the watch has to be back for this one
         await world.until_pods("late", 1, seconds=60)
         simulation.finish.set()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 
 import aiohttp
 import pytest
 
+from everstep_operator import public_server
 from everstep_operator.health import HealthServers
+from tests.integration.world import until
 
 
 def _has_ipv6() -> bool:
@@ -53,3 +57,74 @@ async def test_a_kernel_without_ipv6_is_no_obstacle(error: Exception, monkeypatc
 
 async def test_an_address_is_taken_as_it_is_given() -> None:
     assert await _read("127.0.0.1", "127.0.0.1") == "not yet"
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nX: "])
+async def test_strangers_that_stay_keep_no_probe_away(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would otherwise take all the files that the operator may have open, those of its requests too."""
+    monkeypatch.setattr(public_server, "SECONDS", 3600.0)
+    servers = HealthServers(lambda: None, lambda: None, lambda: None)
+    await servers.start("127.0.0.1", 0, -1)
+    strangers: list[socket.socket] = []
+    most = public_server.MAX_CONNECTIONS
+    try:
+        for _ in range(10 * most):
+            strangers.append(socket.socket())
+            strangers[-1].setblocking(False)
+            strangers[-1].connect_ex(("127.0.0.1", servers.health_port))
+            await asyncio.sleep(0)
+            with contextlib.suppress(OSError):
+                strangers[-1].send(said)
+
+        async def have_made_room() -> bool:
+            return sum(map(_is_closed, strangers)) >= 9 * most
+
+        await until(have_made_room, "the surplus is dropped")
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{servers.health_port}/healthz") as answer,
+        ):
+            assert await answer.text() == "ok"
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        await servers.stop()
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (b"GET /healthz HTTP/1.1\r\n\r\n", 200),
+        (b"HEAD /readyz?verbose HTTP/1.0\r\n\r\n", 500),
+        (b"POST /healthz HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", 405),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", 404),
+        (b"\x16\x03\x01\x00\xff\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000, 431),
+    ],
+)
+async def test_each_request_gets_one_answer(said: bytes, status: int) -> None:
+    servers = HealthServers(lambda: None, lambda: "not yet", lambda: None)
+    await servers.start("127.0.0.1", 0, -1)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", servers.health_port)
+        writer.write(said)
+        async with asyncio.timeout(60):
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):  # what it sent was not read to its end
+                while data := await reader.read(1000):
+                    answer += data
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert b"not yet" not in answer
+        writer.close()
+    finally:
+        await servers.stop()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Tell whether the other end has closed a connection on which it says nothing."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from everstep_operator import metrics
+from everstep_operator.public_server import PublicAnswer, PublicServer
 
 HealthCheck = Callable[[], str | None]  # what is wrong, or None
 
@@ -27,37 +27,28 @@ class HealthServers:
     alive: HealthCheck
     ready: HealthCheck
     measure: Callable[[], None]
-    _runners: tuple[web.AppRunner, ...] = ()
+    _servers: tuple[PublicServer, ...] = ()
     health_port: int = 0
     metrics_port: int = 0
 
     async def start(self, bind: str, health_port: int, metrics_port: int) -> None:
         """Listen; port 0 takes a free one and stores it. `metrics_port` -1: no metrics."""
-        health = web.Application()
-        health.add_routes(
-            [web.get("/healthz", _make_handler(self.alive)), web.get("/readyz", _make_handler(self.ready))]
-        )
+        health = PublicServer({"/healthz": _make_route(self.alive), "/readyz": _make_route(self.ready)})
         self.health_port = await self._serve(health, bind, health_port)
         if metrics_port >= 0:
-            app = web.Application()
-            app.add_routes([web.get("/metrics", self._metrics)])
-            self.metrics_port = await self._serve(app, bind, metrics_port)
+            self.metrics_port = await self._serve(PublicServer({"/metrics": self._metrics}), bind, metrics_port)
 
     async def stop(self) -> None:
-        for runner in self._runners:
-            await runner.cleanup()
+        for server in self._servers:
+            await server.stop()
 
-    async def _serve(self, app: web.Application, bind: str, port: int) -> int:
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        self._runners += (runner,)
-        site = web.SockSite(runner, _open_listener(bind, port))
-        await site.start()
-        return int(runner.addresses[0][1])
+    async def _serve(self, server: PublicServer, bind: str, port: int) -> int:
+        self._servers += (server,)
+        return await server.start(_open_listener(bind, port))
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    def _metrics(self) -> PublicAnswer:
         self.measure()
-        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return PublicAnswer(200, generate_latest(metrics.registry), CONTENT_TYPE_LATEST)
 
 
 def _open_listener(bind: str, port: int) -> socket.socket:
@@ -70,10 +61,10 @@ def _open_listener(bind: str, port: int) -> socket.socket:
     return socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
 
 
-def _make_handler(check: HealthCheck) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answer(_: web.Request) -> web.Response:
+def _make_route(check: HealthCheck) -> Callable[[], PublicAnswer]:
+    def answer() -> PublicAnswer:
         wrong = check()
-        return web.Response(text=wrong or "ok", status=500 if wrong else 200)
+        return PublicAnswer(500 if wrong else 200, (wrong or "ok").encode())
 
     return answer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from everstep_operator.api.meta import API_VERSION, GROUP
 from everstep_operator.api.resources import RESOURCES, CustomResource
 from everstep_operator.api.rules import RULE_ERROR
 from everstep_operator.api.scalars import DURATION, QUANTITY
-from everstep_operator.api.yaml11 import YamlDocument, YamlError, load_documents
+from everstep_operator.api.yaml11 import YamlError, load_documents
 
 FieldPath = tuple[str | int, ...]
 
@@ -88,7 +88,8 @@ def load_text(text: str, name: str) -> LoadedManifests:
     try:
         for found in load_documents(text):
             document = found.number
-            made = [LocatedProblem(name, found.line(p.path), document, p) for p in _parse_document(found, loaded)]
+            problems = _parse_list(found.data, loaded) if _is_list(found.data) else _parse_object(found.data, loaded)
+            made = [LocatedProblem(name, found.line(p.path), document, p) for p in problems]
             findings += sorted(made, key=lambda finding: finding.line)
     except YamlError as error:
         findings.append(
@@ -101,8 +102,22 @@ def load_text(text: str, name: str) -> LoadedManifests:
     return loaded
 
 
-def _parse_document(document: YamlDocument, loaded: LoadedManifests) -> Iterator[ValidationProblem]:
-    data = document.data
+def _is_list(data: Any) -> bool:
+    """Tell whether this is several objects in one, as `kubectl get -o yaml` prints them."""
+    return isinstance(data, dict) and data.get("apiVersion") == "v1" and data.get("kind") == "List"
+
+
+def _parse_list(data: dict[str, Any], loaded: LoadedManifests) -> Iterator[ValidationProblem]:
+    items = data.get("items")
+    if not isinstance(items, list):
+        yield ValidationProblem(("items",), f'must be of type array: "{_type_name(items)}"')
+        return
+    for number, item in enumerate(items):
+        for problem in _parse_object(item, loaded):
+            yield replace(problem, path=("items", number, *problem.path))
+
+
+def _parse_object(data: Any, loaded: LoadedManifests) -> Iterator[ValidationProblem]:
     if not isinstance(data, dict):
         yield ValidationProblem(
             (), f'must be of type object: "{_type_name(data)}"', "a manifest starts with apiVersion and kind"

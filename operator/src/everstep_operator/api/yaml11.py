@@ -74,12 +74,15 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_bool(self, node: yaml.ScalarNode) -> bool:
         return bool(_TRUE.fullmatch(node.value))
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int | float:  # type: ignore[override]
         text = node.value.replace("_", "")
         digits = text.lstrip("+-")
         # An older octal: 010 is eight.
         base = 8 if re.fullmatch("0[0-7]+", digits) else 0
-        return int(text, base)
+        try:
+            return int(text, base)
+        except ValueError:  # more digits than Python takes for a number
+            return float(text)
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         return float(node.value)
@@ -108,6 +111,8 @@ def load_documents(text: str) -> Iterator[YamlDocument]:
             node = loader.get_node()
             data = loader.construct_document(node)
             if node is not None and data is not None:
+                if _contains_itself(data):
+                    raise YamlError("an anchor's value contains itself", node.start_mark.line + 1)
                 yield YamlDocument(number, data, node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -130,6 +135,25 @@ def _respell_json(text: str) -> str:
     except (ValueError, RecursionError):
         return text
     return _TWO_HALVES.sub(lambda found: found[1] + json.loads(f'"{found[2]}"'), text.replace("\t", " "))
+
+
+def _contains_itself(data: Any, around: frozenset[int] = frozenset(), done: set[int] | None = None) -> bool:
+    """Tell whether an alias refers to a value that it is in.
+
+    Args:
+        data: The value.
+        around: Ids of the values that it is in.
+        done: Ids of values that are known not to; each is looked at once, however many aliases refer to it.
+    """
+    done = set() if done is None else done
+    if not isinstance(data, dict | list) or id(data) in done:
+        return False
+    inside = around | {id(data)}
+    below = data.values() if isinstance(data, dict) else data
+    if id(data) in around or any(_contains_itself(each, inside, done) for each in below):
+        return True
+    done.add(id(data))
+    return False
 
 
 def _key_text(key: Any) -> str:

@@ -2,8 +2,8 @@
 
 Built on the asyncio half of the official client (`kubernetes.aio`) for what is hard to get right: kubeconfig, exec
 plug-ins, in-cluster tokens that rotate. Its typed models are never constructed: a user's pod template may hold
-fields that the pinned version does not know, and a model would drop or refuse them. Answers are taken undecoded
-(`_preload_content=False`) and parsed once; its own path decodes, re-encodes and logs whole bodies, Secrets included.
+fields that the pinned version does not know, and a model would drop or refuse them. Nor are its requests made: they
+walk through each body to serialize models in it, and log whole answers, Secrets included.
 
 What may be sent twice: reads, deletes with a UID precondition, status applied with a resourceVersion, dry runs.
 A create may not, once its result is unknown: `Unreachable.sent` goes up to the caller, who reads before writing again.
@@ -22,10 +22,11 @@ import aiohttp
 import structlog
 import tenacity
 from kubernetes.aio import config as kubernetes_config
-from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
 from everstep_operator.cluster import errors
+from everstep_operator.cluster.api_session import open_api_session
 from everstep_operator.cluster.resources import LEASES, ApiResource
 from everstep_operator.cluster.server_clock import ServerClock
 
@@ -58,8 +59,6 @@ async def load_credentials(kubeconfig: str | None = None) -> Configuration:
         kubernetes_config.load_incluster_config(client_configuration=configuration)
     else:
         await kubernetes_config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
-    # Without a limit: the Lease is renewed on a connection of the same pool. What may be in flight `fair_share` bounds.
-    configuration.connection_pool_maxsize = 0
     return configuration
 
 
@@ -81,8 +80,7 @@ class Client:
         self._timeout = timeout
         self._attempts = attempts
         self._field_manager = field_manager
-        self._api: Any = ApiClient(configuration)
-        self._api.user_agent = "everstep-operator"
+        self._session = open_api_session(configuration)
         self.clock = ServerClock()
         self.may_write: Callable[[], None] = lambda: (
             None
@@ -99,7 +97,7 @@ class Client:
         return cls(await load_again(), relogin=load_again, **options)
 
     async def close(self) -> None:
-        await self._api.close()
+        await self._session.close()
 
     # --- reading
 
@@ -287,15 +285,13 @@ class Client:
         started, asked_at = time.monotonic(), self.clock.steady()
         code = "error"
         try:
-            response = await self._api.call_api(
-                path,
+            response = await self._session.request(
                 method,
-                query_params=list(query),
-                header_params={"Accept": accept, "Content-Type": kind},
-                body=body,
-                auth_settings=["BearerToken"],
-                _preload_content=False,
-                _request_timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
+                self.configuration.host + path,
+                params=list(query),
+                headers={"Accept": accept, "Content-Type": kind},
+                data=None if body is None else json.dumps(body),
+                timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
             )
             async with response:
                 code = str(response.status)

@@ -12,19 +12,19 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
-import aiohttp
 import structlog
-from yarl import URL
 
 from everstep.agent.wire import auth
+from everstep.agent.wire.http_client import RequestRejected
 from everstep_operator import metrics
 from everstep_operator.cluster.leader_answer import ImplausibleAnswer, max_bytes, parse_answer
+from everstep_operator.cluster.leader_connection import LeaderConnection
 from everstep_operator.cluster.processor_budget import PAUSE_MAX, ProcessorBudget
 from everstep_operator.plan.actions import LeaderPoll
 from everstep_operator.plan.leader_view import LeaderView, parse_leader_state
@@ -34,8 +34,6 @@ log = structlog.get_logger(__name__)
 Key = tuple[str, str]
 
 MAX_CHALLENGE = 1 << 10
-CONNECT_SECONDS = 3.0
-KEEPALIVE_SECONDS, KEEPALIVES_LOST = 2, 3
 ANSWER_SECONDS = 10.0  # on top of the time the leader may hold a long poll
 BACKOFF = 0.5  # seconds, doubled with each failure
 BACKOFF_FIRST = 0.1  # before the first answer: its pod's container runs, but the agent does not listen yet
@@ -61,6 +59,7 @@ class _PolledLeader:
     poll: LeaderPoll
     token: bytes
     view: LeaderView
+    connection: LeaderConnection  # of the polls; each command has one of its own
     task: asyncio.Task[None] | None = None
     nonce: str = ""  # the leader gives the next one with each answer
     pushed: tuple[str, int, dict[int, str]] | None = None  # incarnation, epoch and addresses it has taken
@@ -101,7 +100,7 @@ class LeaderPoller:
         self._jobs: dict[Key, _PolledLeader] = {}
         self._budget = ProcessorBudget(time.monotonic)
         self._commands: set[asyncio.Task[None]] = set()  # also of leaders that were dropped since
-        self._session: aiohttp.ClientSession | None = None
+        self._exchanges = asyncio.Semaphore(limit + 16)
         self._told_of_turns = False  # that there are more leaders than connections
 
     def view(self, key: Key, pod_uid: str) -> LeaderView | None:
@@ -118,7 +117,8 @@ class LeaderPoller:
                 polled.task = self._start(key, polled)
             return
         self.stop_polling(key)
-        polled = self._jobs[key] = _PolledLeader(poll, token, LeaderView(reachable=False, asked_since=self._clock()))
+        view = LeaderView(reachable=False, asked_since=self._clock())
+        polled = self._jobs[key] = _PolledLeader(poll, token, view, LeaderConnection(poll.address))
         polled.task = self._start(key, polled)
         metrics.leaders_polled.set(len(self._jobs))
         if len(self._jobs) > self._limit and not self._told_of_turns:
@@ -134,14 +134,17 @@ class LeaderPoller:
 
     def stop_polling(self, key: Key) -> None:
         polled = self._jobs.pop(key, None)
-        if polled is not None and polled.task is not None:
-            polled.task.cancel()
+        if polled is not None:
+            polled.connection.close()
+            if polled.task is not None:
+                polled.task.cancel()
         metrics.leaders_polled.set(len(self._jobs))
 
     def pause_polling(self, key: Key) -> None:
         """Ask this leader no more, and keep what is known of it until it is polled again, or no more at all."""
         polled = self._jobs.get(key)
         if polled is not None and polled.task is not None:
+            polled.connection.close()
             polled.task.cancel()
             polled.task = None
 
@@ -152,8 +155,6 @@ class LeaderPoller:
         for key in list(self._jobs):
             self.stop_polling(key)
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
 
     # --- commands. Nobody waits for a leader's answer: the callers are shared by all jobs, and a leader may hang.
 
@@ -295,7 +296,9 @@ class LeaderPoller:
         # More leaders than connections: nobody may hold one open, all are asked in turn.
         hold = self._wait if len(self._jobs) <= self._limit else 0
         after = f"{view.incarnation}:{view.version}" if view.answered_at is not None else ""
-        target = f"/v1/state?after={after}&wait={hold}&charged={poll.charged}&allowance={poll.allowance}"
+        target = (
+            f"/v1/state?after={quote(after, safe=':')}&wait={hold}&charged={poll.charged}&allowance={poll.allowance}"
+        )
         return await self._request(polled, "GET", target, b"", hold=hold)
 
     def _update(self, key: Key, polled: _PolledLeader, view: LeaderView) -> bool:
@@ -319,15 +322,20 @@ class LeaderPoller:
         nonce = ""
         if not own_nonce:
             nonce, polled.nonce = polled.nonce, ""
+        connection = LeaderConnection(polled.poll.address) if own_nonce else polled.connection
         status, data, fresh = 401, b"", ""
         try:
-            if nonce:
-                status, data, fresh = await self._send_signed(polled, method, target, body, nonce, hold)
-            if status == 401:  # no nonce; or it has expired; or the leader has restarted
-                nonce = await self._fetch_challenge(polled)
-                status, data, fresh = await self._send_signed(polled, method, target, body, nonce, hold)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            async with self._exchanges:
+                if nonce:
+                    status, data, fresh = await _send_signed(polled, connection, method, target, body, nonce, hold)
+                if status == 401:  # no nonce; or it has expired; or the leader has restarted
+                    nonce = await _fetch_challenge(connection)
+                    status, data, fresh = await _send_signed(polled, connection, method, target, body, nonce, hold)
+        except (RequestRejected, OSError, ValueError) as error:
             raise LeaderAnswerError(f"{type(error).__name__}: {error}") from error
+        finally:
+            if own_nonce or len(self._jobs) > self._limit:
+                connection.close()
         if status != 200:
             kind = CommandUnknown if status == 404 else LeaderAnswerError
             raise kind(f"{method} {target.partition('?')[0]}: {status}")
@@ -335,74 +343,38 @@ class LeaderPoller:
             polled.nonce = fresh
         return data
 
-    async def _fetch_challenge(self, polled: _PolledLeader) -> str:
-        async with self._http().get(f"http://{polled.poll.address}/v1/challenge", allow_redirects=False) as response:
-            data = await _read_bounded(polled, response, MAX_CHALLENGE)
-        if response.status != 200:
-            raise LeaderAnswerError(f"challenge: {response.status}")
-        answer = json.loads(data)
-        nonce = answer.get("nonce") if isinstance(answer, dict) else None
-        if not isinstance(nonce, str) or not auth.is_nonce(nonce):
-            raise LeaderAnswerError("challenge: no nonce in it")
-        return nonce
 
-    async def _send_signed(
-        self, polled: _PolledLeader, method: str, target: str, body: bytes, nonce: str, hold: float
-    ) -> tuple[int, bytes, str]:
-        client = auth.new_nonce()
-        headers = auth.request_headers(polled.token, method, target, nonce, client, body)
-        # `encoded`: what is sent is byte for byte what was signed.
-        url = URL(f"http://{polled.poll.address}{target}", encoded=True)
-        timeout = aiohttp.ClientTimeout(total=hold + ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
-        async with self._http().request(
-            method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
-        ) as response:
-            data = await _read_bounded(polled, response, max_bytes(polled.poll.num_nodes))
-        if response.status == 401:
-            return 401, b"", ""
-        mac = response.headers.get(auth.MAC_HEADER, "")
-        with polled.spending():
-            signed = auth.macs_equal(auth.response_mac(polled.token, response.status, client, data), mac)
-        if not signed:
-            raise LeaderAnswerError("the answer is not signed with the job's token")
-        fresh = response.headers.get(auth.NEXT_NONCE_HEADER, "")
-        return response.status, data, fresh if auth.is_nonce(fresh) else ""
-
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._limit + 16, socket_factory=_open_socket),
-                timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=CONNECT_SECONDS),
-                trust_env=False,  # pods are reached directly, never through the environment's proxy
-                max_line_size=8190,
-                max_field_size=8190,
-            )
-        return self._session
+async def _fetch_challenge(connection: LeaderConnection) -> str:
+    response = await connection.exchange(
+        "GET", "/v1/challenge", {}, b"", max_bytes=MAX_CHALLENGE, seconds=ANSWER_SECONDS
+    )
+    if response.status != 200:
+        connection.close()
+        raise LeaderAnswerError(f"challenge: {response.status}")
+    answer = json.loads(response.body)
+    nonce = answer.get("nonce") if isinstance(answer, dict) else None
+    if not isinstance(nonce, str) or not auth.is_nonce(nonce):
+        raise LeaderAnswerError("challenge: no nonce in it")
+    return nonce
 
 
-def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Open a socket that notices a dead machine at the other end, of which no packet tells, before a poll is over."""
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setblocking(False)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES_LOST)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * KEEPALIVE_SECONDS * (1 + KEEPALIVES_LOST))
-    return made
-
-
-async def _read_bounded(polled: _PolledLeader, response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Return the body, or raise once it is longer than `limit`: the other end runs the user's code."""
-    data = bytearray()
-    async for chunk in response.content.iter_chunked(1 << 16):
-        data += chunk
-        polled.spent += len(chunk) * SECONDS_A_BYTE
-        if len(data) > limit:
-            response.close()
-            raise LeaderAnswerError(f"an answer of more than {limit} bytes")
-    return bytes(data)
+async def _send_signed(
+    polled: _PolledLeader, connection: LeaderConnection, method: str, target: str, body: bytes, nonce: str, hold: float
+) -> tuple[int, bytes, str]:
+    client, most = auth.new_nonce(), max_bytes(polled.poll.num_nodes)
+    headers = auth.request_headers(polled.token, method, target, nonce, client, body)
+    response = await connection.exchange(method, target, headers, body, max_bytes=most, seconds=hold + ANSWER_SECONDS)
+    polled.spent += len(response.body) * SECONDS_A_BYTE
+    if response.status == 401:
+        return 401, b"", ""
+    mac = response.headers.get(auth.MAC_HEADER.lower(), "")
+    with polled.spending():
+        signed = auth.macs_equal(auth.response_mac(polled.token, response.status, client, response.body), mac)
+    if not signed:
+        connection.close()  # where the next answer would begin on it, nobody knows
+        raise LeaderAnswerError("the answer is not signed with the job's token")
+    fresh = response.headers.get(auth.NEXT_NONCE_HEADER.lower(), "")
+    return response.status, response.body, fresh if auth.is_nonce(fresh) else ""
 
 
 def _leader_identity(poll: LeaderPoll) -> tuple[str, str, int, int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
@@ -24,6 +23,7 @@ import structlog
 from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
+from everstep_operator.cluster.api_session import open_api_session
 from everstep_operator.cluster.client import PAGE
 from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
@@ -158,7 +158,7 @@ class KopfWatch:
         configuration = await self._login()
         if self._over:
             return
-        session = _make_session(configuration)
+        session = open_api_session(configuration)
         try:
             tasks = await kopf.spawn_tasks(
                 registry=self._registry(main, kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)),
@@ -250,27 +250,3 @@ class _NoDiff(kopf.DiffBaseStorage):
 
     def store(self, **_: Any) -> None:
         return None
-
-
-def _make_session(configuration: Configuration) -> aiohttp.ClientSession:
-    """Return a session with our login for kopf to use. Each request asks for the token anew: tokens expire."""
-
-    async def authorize(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
-        if token:
-            request.headers["Authorization"] = token
-        return await send(request)
-
-    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
-    if configuration.cert_file:
-        context.load_cert_chain(configuration.cert_file, configuration.key_file)
-    if not configuration.verify_ssl:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=context),
-        middlewares=(authorize,),
-        proxy=configuration.proxy,
-        trust_env=True,
-        read_bufsize=2**21,  # an event is one line
-    )

@@ -6,6 +6,8 @@ validate` must work where neither torch nor the Kubernetes client is installed.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 
@@ -18,3 +20,9 @@ def main() -> None:
     except CliError as error:
         sys.stderr.write(f"everstep: {error}\n")
         sys.exit(error.code)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        sys.stderr.write("everstep: the output cannot be written: No space left on device: make room there\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written there is not tried again
+        sys.exit(1)

@@ -56,6 +56,8 @@ def prepare_local_job(
     changes = {name: value for name, value in overrides.items() if value is not None}
     job = job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
     config = build_job_config(job, template_epoch=EPOCH, pool=None, settings=PlanSettings())
+    if any("\0" in word for word in config["command"]):
+        raise CliError(f"the command of {job.metadata.name} has a NUL character, which no argument can hold: remove it")
     beside = Path.cwd() if str(file) == "-" else file.absolute().parent
     command = adapt_command(config["command"], beside, [PathMapping.parse(text) for text in maps], python)
     # No DNS names here: the leader has its peers from us.
@@ -82,8 +84,15 @@ def _describe_checkpoint(job: TrainingJob) -> dict[str, Any]:
 
 
 def _read_environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:
-    """Return the variables with a value, and the names of those that only a cluster can fill."""
+    """Return the variables with a value, and the names of those that only a cluster can fill.
+
+    Raises CliError for a value that no process can get.
+    """
     literal = {each.name: each.value or "" for each in job.spec.env if each.value_from is None}
+    if wrong := next((name for name, value in literal.items() if "\0" in value), None):
+        raise CliError(
+            f"the variable {wrong} in spec.env has a NUL character, which no environment can hold: remove it"
+        )
     return literal, [each.name for each in job.spec.env if each.value_from is not None]
 
 

@@ -35,7 +35,12 @@ def render_status(job: ApiObject, now: datetime) -> RenderableType:
     """Render all that is known, the parts that are empty left out."""
     status = job.get("status", {})
     parts: list[RenderableType] = [_render_head(job, status, now), _render_facts(job, status)]
-    for part in (_render_failure(status), _render_timings(status), _render_conditions(status, now)):
+    for part in (
+        _render_failure(status),
+        _render_timings(status),
+        _render_usage(status),
+        _render_conditions(status, now),
+    ):
         if part is not None:
             parts += ["", part]
     return Group(*parts)
@@ -143,6 +148,24 @@ def _render_timings(status: dict[str, Any]) -> RenderableType | None:
     if timings.get("goodput") is not None:
         title.append(f"  goodput {float(timings['goodput']):.1%}", "green")
     return Group(title, table)
+
+
+def _render_usage(status: dict[str, Any]) -> RenderableType | None:
+    """Render what the nodes have cost so far; nothing where no pool has a price."""
+    usage = status.get("usage") or {}
+    spot, on_demand = (float(usage.get(f"{kind}NodeSeconds") or 0) for kind in ("spot", "onDemand"))
+    unpriced = float(usage.get("unpricedNodeSeconds") or 0)
+    if not spot + on_demand or unpriced >= spot + on_demand:
+        return None
+    parts = [f"{seconds / 3600:.1f} node-hours {kind}" for seconds, kind in ((spot, "spot"), (on_demand, "on-demand"))]
+    text = Text("cost", style="bold")
+    text.append(f"  {float(usage.get('cost') or 0):.2f}", "green")
+    text.append(", " + ", ".join(part for part, seconds in zip(parts, (spot, on_demand), strict=True) if seconds))
+    if usage.get("savings"):
+        text.append(f", {float(usage['savings']):.2f} saved by spot nodes")
+    if unpriced:
+        text.append(f"; without {unpriced / 3600:.1f} node-hours that have no price")
+    return text
 
 
 def _render_conditions(status: dict[str, Any], now: datetime) -> RenderableType | None:

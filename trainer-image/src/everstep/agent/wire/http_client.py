@@ -134,7 +134,7 @@ async def _open_connection(address: str) -> Streams:
 async def _exchange_messages(streams: Streams, address: str, token: bytes, request: AgentRequest) -> AgentAnswer:
     reader, writer = streams
     writer.write(f"GET /v1/challenge HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
-    status, _, answer = await _read_response(reader, MAX_ANSWER_BYTES)
+    status, _, answer = await read_response(reader, MAX_ANSWER_BYTES)
     nonce = _read_json_field(answer, "nonce")
     if status != 200 or not isinstance(nonce, str) or not auth.is_nonce(nonce):
         raise RequestRejected(status, "no challenge")
@@ -143,14 +143,27 @@ async def _exchange_messages(streams: Streams, address: str, token: bytes, reque
     lines = [f"{request.method} {request.target} HTTP/1.1", f"Host: {address}", f"Content-Length: {len(body)}"]
     lines += [*request.headers, *(f"{k}: {v}" for k, v in proof.items()), "", ""]
     writer.write("\r\n".join(lines).encode() + body)
-    status, given, answer = await _read_response(reader, request.max_answer_bytes)
+    status, given, answer = await read_response(reader, request.max_answer_bytes)
     if not auth.macs_equal(auth.response_mac(token, status, client, answer), given.get(auth.MAC_HEADER.lower(), "")):
         # Without a MAC of its own, anybody on the way could have said it: it proves nothing about epochs.
         raise RequestRejected(status, "the answer is not authentic")
     return AgentAnswer(status, answer, nonce, client)
 
 
-async def _read_response(reader: asyncio.StreamReader, max_bytes: int) -> tuple[int, dict[str, str], bytes]:
+async def read_response(reader: asyncio.StreamReader, max_bytes: int) -> tuple[int, dict[str, str], bytes]:
+    """Read one response, which must be what an agent sends: a head, and a body whose length is in it.
+
+    Args:
+        reader: Its limit bounds the head.
+        max_bytes: The longest body that is read.
+
+    Returns:
+        The status, the headers by their names in lower case, and the body.
+
+    Raises:
+        RequestRejected: It is no such response, or is too long; nothing more of it was read.
+        ConnectionResetError: The connection ended before the response did.
+    """
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         lines = head[:-4].decode("latin-1").split("\r\n")

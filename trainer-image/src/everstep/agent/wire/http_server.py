@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ MAX_BODY = 1024 * 1024  # of a caller that has proved itself on this connection
 MAX_FIRST_BODY = 256 * 1024  # of any other: a table of the addresses of 4,096 nodes has room in it
 MAX_FIRST_BODIES = 1024 * 1024  # of all these together, but for small ones
 SMALL_BODY = 4 * 1024
-SEND_SECONDS = 10.0  # to send a request, for strangers from the first moment
+SEND_SECONDS = 10.0  # to send a request, for strangers from the first moment until they are known
+MAX_CHALLENGES = 8  # that a stranger may ask for on one connection
 IDLE_SECONDS = 75.0  # between the requests of a known caller
 MAX_CONNECTIONS = 128
+ACCEPTED_AT_ONCE = 16  # in one turn of the loop; it takes a few turns until one can be dropped
+WAITING_CONNECTIONS = 1024  # in the kernel, until they are accepted: all agents of a large job may come at once
 
 _REASONS = {
     101: "Switching Protocols",
@@ -95,7 +99,13 @@ Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 @dataclass
 class _Connection:
     writer: asyncio.StreamWriter
+    opened: float
     known: bool = False
+    challenges: int = 0
+
+    def seconds_left(self, of_known: float, now: float) -> float:
+        """Return how long to wait for what the caller sends next; `of_known` if it has proved itself."""
+        return of_known if self.known else max(0.0, self.opened + SEND_SECONDS - now)
 
 
 class HttpServer:
@@ -113,8 +123,11 @@ class HttpServer:
 
     async def start(self, host: str | None, port: int) -> int:
         """Listen, and return the port (for port 0)."""
-        server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD, backlog=1024)
+        # `backlog` is also how many are accepted in one turn of the loop, before any of them can be dropped. Each takes
+        # a file, and without a free one no fencing token is written.
+        server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD, backlog=ACCEPTED_AT_ONCE)
         self._server = server
+        lengthen_queue(server)
         return int(server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
@@ -127,7 +140,7 @@ class HttpServer:
         if not self._make_room():
             writer.transport.abort()
             return
-        connection = self._connections[writer] = _Connection(writer)
+        connection = self._connections[writer] = _Connection(writer, self._clock())
         try:
             enable_keep_alive(writer)
             while True:
@@ -142,7 +155,7 @@ class HttpServer:
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # the caller went away, or this process does
         finally:
-            del self._connections[writer]
+            self._connections.pop(writer, None)
             writer.close()
 
     def _make_room(self) -> bool:
@@ -151,16 +164,20 @@ class HttpServer:
         stranger = next((c for c in self._connections.values() if not c.known), None)
         if stranger is None:
             return False
+        del self._connections[stranger.writer]  # at once: the next one may come before this one's task has ended
         stranger.writer.transport.abort()
         return True
 
     async def _exchange(self, reader: asyncio.StreamReader, connection: _Connection) -> Upgrade | None:
         """Serve one request. Raises HttpError for what ends the connection."""
-        head = await asyncio.wait_for(_read_head(reader), IDLE_SECONDS if connection.known else SEND_SECONDS)
+        head = await asyncio.wait_for(_read_head(reader), connection.seconds_left(IDLE_SECONDS, self._clock()))
         method, target, headers = _parse_head(head)
         if method == "GET" and target == "/v1/challenge":
             if _body_length(headers) > 0:
                 raise HttpError(413, "a challenge is asked for without a body")
+            connection.challenges += 1
+            if connection.challenges > MAX_CHALLENGES and not connection.known:
+                raise HttpError(400, "so many challenges and no request")
             nonce = self._challenges.issue(self._clock())
             await self._answer(connection, HttpResponse.of({"nonce": nonce}), None)
             return None
@@ -190,7 +207,8 @@ class HttpServer:
                 oldest.transport.abort()
             self._first_bodies[connection.writer] = length
         try:
-            return await asyncio.wait_for(reader.readexactly(length), SEND_SECONDS)
+            left = connection.seconds_left(SEND_SECONDS, self._clock())
+            return await asyncio.wait_for(reader.readexactly(length), left)
         finally:
             if counted:
                 self._first_bodies.pop(connection.writer, None)
@@ -283,6 +301,17 @@ def _is_signed(headers: Mapping[str, str]) -> bool:
     """Tell whether the head has all that a signed request has. Whether it is right, only the whole request shows."""
     nonces = (headers.get(name.lower(), "") for name in (auth.NONCE_HEADER, auth.CLIENT_HEADER))
     return all(map(auth.is_nonce, nonces)) and bool(headers.get(auth.MAC_HEADER.lower()))
+
+
+def lengthen_queue(server: asyncio.Server) -> None:
+    """Have more connections wait in the kernel than are accepted at once.
+
+    Args:
+        server: Its `backlog` stays the number of connections that it accepts in one turn of the loop.
+    """
+    for listening in server.sockets:
+        with socket.socket(fileno=os.dup(listening.fileno())) as same:
+            same.listen(WAITING_CONNECTIONS)
 
 
 def enable_keep_alive(writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,57 @@
+"""HTTP sessions to the API server, for the client's requests and for watches."""
+
+from __future__ import annotations
+
+import ssl
+import urllib.request
+from urllib.parse import urlsplit
+
+import aiohttp
+from kubernetes.aio.client import Configuration
+
+USER_AGENT = "everstep-operator"
+
+
+def open_api_session(configuration: Configuration) -> aiohttp.ClientSession:
+    """Return a session with the credentials of a configuration. Each request asks for the token anew: tokens expire.
+
+    The proxy of the environment is looked up once. aiohttp would do it for each request in another thread
+    (`trust_env`), and look for a password of the server's in ~/.netrc: more of the processor than the request itself.
+    """
+
+    async def authorize(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        if token:
+            request.headers["Authorization"] = token
+        if configuration.tls_server_name:
+            request.server_hostname = configuration.tls_server_name
+        return await send(request)
+
+    return aiohttp.ClientSession(
+        # Without a limit: the Lease is renewed on a connection of the same pool. `fair_share` bounds what is in flight.
+        connector=aiohttp.TCPConnector(limit=0, ssl=_make_tls_context(configuration)),
+        headers={"User-Agent": USER_AGENT},
+        middlewares=(authorize,),
+        proxy=configuration.proxy or find_proxy(configuration.host),
+        read_bufsize=2**21,  # an event of a watch is one line
+    )
+
+
+def find_proxy(url: str) -> str | None:
+    """Return the proxy that the environment (HTTPS_PROXY, NO_PROXY …) names for a URL."""
+    parts = urlsplit(url)
+    if parts.hostname is None or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
+
+
+def _make_tls_context(configuration: Configuration) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, configuration.key_file)
+    if not configuration.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if configuration.disable_strict_ssl_verification:
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context

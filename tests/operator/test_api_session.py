@@ -1,0 +1,59 @@
+"""Sessions to the API server: by the proxy of the environment if there is one, with a token that is asked for anew."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import Configuration
+
+from everstep_operator.cluster.api_session import find_proxy, open_api_session
+
+FAR = "http://api.example:6443"
+
+
+@pytest_asyncio.fixture
+async def proxy(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[web.Request]]:
+    """Requests that a proxy has had, which the environment names."""
+    seen: list[web.Request] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request)
+        return web.json_response({})
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", handle)
+    for name in ("http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    async with TestServer(application) as server:
+        monkeypatch.setenv("http_proxy", f"http://{server.host}:{server.port}")
+        yield seen
+
+
+async def test_requests_go_through_the_proxy_of_the_environment(proxy: list[web.Request]) -> None:
+    async with open_api_session(Configuration(host=FAR)) as session, session.get(f"{FAR}/version") as answer:
+        assert answer.status == 200
+    assert [request.headers["Host"] for request in proxy] == ["api.example:6443"]
+
+
+async def test_a_proxy_is_passed_by_where_the_environment_says_so(
+    proxy: list[web.Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_proxy(FAR) is not None
+    monkeypatch.setenv("no_proxy", ".example,10.0.0.1")
+    assert find_proxy(FAR) is None
+    assert find_proxy("http://10.0.0.1:443") is None
+    assert find_proxy("http://10.0.0.2:443") is not None
+
+
+async def test_each_request_has_the_token_of_its_time(proxy: list[web.Request]) -> None:
+    configuration = Configuration(host=FAR)
+    async with open_api_session(configuration) as session:
+        for token in ("first", "second"):
+            configuration.api_key = {"BearerToken": f"Bearer {token}"}
+            async with session.get(f"{FAR}/version"):
+                pass
+    assert [request.headers["Authorization"] for request in proxy] == ["Bearer first", "Bearer second"]
