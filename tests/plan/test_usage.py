@@ -226,3 +226,25 @@ def test_the_pods_of_a_large_set_that_end_one_by_one_are_few_writes() -> None:
     pass_time(world, 5)
     assert world.phase == "Suspended"
     assert (used(world).spot_nodes, used(world).on_demand_nodes) == (0, 0), "the last of them is not forgotten"
+
+
+def test_a_node_that_is_lost_while_another_comes_is_not_counted_until_the_next_booking() -> None:
+    """As many are held as before, and not the same ones."""
+    world = PooledWorld(job().nodes(4).pool("spot").build(), {"spot": 2})
+    world.run("Scheduling")
+    pass_time(world, 45)
+    lost = world.pods["digits-1"]
+    assert lost.scheduled_at is not None
+    world.room["spot"] = 3
+    pass_time(world, 2)
+    assert used(world).spot_nodes == 2, "the third one is not booked yet"
+    world.room["spot"] = 0
+    world.vanish(1)
+    held = world.now - lost.scheduled_at
+    pass_time(world, 400)
+    others = [pod.scheduled_at for pod in world.pods.values() if pod.scheduled_at is not None]
+    assert len(others) == 2
+    world.edit(suspend=True)
+    world.run("Suspended", limit=60)
+    held += sum(world.now - since for since in others)
+    assert used(world).spot_node_seconds == pytest.approx(held, abs=5)
