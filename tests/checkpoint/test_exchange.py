@@ -409,6 +409,19 @@ def test_what_cannot_be_imported_is_refused_with_the_reason(tmp_path: Path) -> N
     torch.save(model, tmp_path / "pickled.pt")
     with pytest.raises(CheckpointError, match="weights_only"):
         importing.import_torch(tmp_path / "pickled.pt", tmp_path / "store")
+    (tmp_path / "hello.pt").write_text("hello")
+    with pytest.raises(CheckpointError, match="weights_only"):
+        importing.import_torch(tmp_path / "hello.pt", tmp_path / "store")
+    with pytest.raises(CheckpointError, match="is no file of safetensors"):
+        importing.import_safetensors(tmp_path / "hello.pt", tmp_path / "store")
+    itself: dict[str, Any] = {}
+    itself["state"] = itself
+    torch.save(itself, tmp_path / "itself.pt")
+    with pytest.raises(CheckpointError, match="holds itself"):
+        importing.import_torch(tmp_path / "itself.pt", tmp_path / "store")
+    torch.save({"a": torch.empty(2, device="meta")}, tmp_path / "meta.pt")
+    with pytest.raises(CheckpointError, match=r"model\.a is on the meta device"):
+        importing.import_torch(tmp_path / "meta.pt", tmp_path / "store")
     with pytest.raises(CheckpointError, match=r"no file \.metadata"):
         importing.import_dcp(tmp_path, tmp_path / "store")
     assert not (tmp_path / "store").exists()

@@ -124,7 +124,7 @@ class _Files:
         """Yield each file's name and its tensors by their new names."""
         for file, new_names in self.files.items():
             saved = self.read([self.called[new] for new in new_names]) if new_names else {}
-            yield file, {new: saved[self.called[new]].contiguous() for new in new_names}
+            yield file, _separate({new: saved[self.called[new]].contiguous() for new in new_names})
 
     def aliases_of(self, file: str) -> dict[str, str]:
         """Return other names of tied tensors in a file, and the name that each has there."""
@@ -135,6 +135,17 @@ class _Files:
         weights = {new: file for file, new_names in self.files.items() for new in new_names}
         found = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": dict(sorted(weights.items()))}
         return json.dumps(found, indent=2) + "\n"
+
+
+def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors each in its own memory: safetensors writes no two that share theirs."""
+    seen: set[int] = set()
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
 
 
 def _plan_files(
@@ -150,9 +161,11 @@ def _plan_files(
     loaded = load(uri, step=key, only=name, map_location="meta", cast=cast, options=options)
     index = read_index(open_store(uri, **(options or {})), key)
     tensors = _collect_tensors(loaded, name, arrays=index.values.keys() & index.tensors.keys())
+    full_names = {each: _find_full_name(name, each, index.tensors) for each in tensors}
     every = rename_leaves({each: each for each in tensors}, rename)
     kept = _find_kept(
-        every, {name: unpack_value(each, name) for name, each in index.values.items() if is_description(name)}, name
+        {full_names[old]: new for new, old in every.items()},
+        {name: unpack_value(each, name) for name, each in index.values.items() if is_description(name)},
     )
     called = {new: old for new, old in every.items() if new not in kept}
     _check_types({new: tensors[old] for new, old in called.items()})
@@ -162,15 +175,19 @@ def _plan_files(
     files = dict(zip(names_ if len(cut) > 1 else ["model.safetensors"], cut, strict=True))
 
     def read(saved_names: list[str]) -> dict[str, torch.Tensor]:
-        wanted = [escape(_join_full_name(name, each)) for each in saved_names]
+        wanted = [escape(full_names[each]) for each in saved_names]
         return _collect_tensors(load(uri, step=key, only=wanted, cast=cast, options=options), name)
 
     return _Files(files, called, kept, sizes, read)
 
 
-def _find_kept(called: Mapping[str, str], descriptions: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the new names of tied tensors that are not written, each with the one that is."""
-    new_names = {_join_full_name(name, old): new for new, old in called.items()}
+def _find_kept(new_names: Mapping[str, str], descriptions: Mapping[str, Any]) -> dict[str, str]:
+    """Return the new names of tied tensors that are not written, each with the one that is.
+
+    Args:
+        new_names: By full names.
+        descriptions: Of the checkpoint, by full names too.
+    """
     kept = find_kept_names(descriptions, new_names)
     return {new_names[alias]: new_names[first] for alias, first in kept.items() if new_names[alias] != FORMAT_KEY}
 
@@ -322,7 +339,9 @@ def _collect_tensors(loaded: LoadedCheckpoint, name: str, arrays: Collection[str
         return {name: state}
     items = state if isinstance(state, Mapping) else {name: state}
     others = [
-        key for key, each in items.items() if not isinstance(each, torch.Tensor) or _join_full_name(name, key) in arrays
+        key
+        for key, each in items.items()
+        if not (isinstance(key, str) and isinstance(each, torch.Tensor)) or _find_full_name(name, key, arrays) in arrays
     ]
     found = {key: each for key, each in items.items() if key not in others}
     if not found or any(not _may_be_left_out(items[key]) for key in others):
@@ -340,9 +359,17 @@ def _may_be_left_out(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _join_full_name(name: str, key: str) -> str:
-    """Return the name that the checkpoint gives to a tensor of an object."""
-    return names.join_segments(names.escape_segment(name), "" if key == name else names.of_module(key))
+def _find_full_name(name: str, key: str, known: Collection[str]) -> str:
+    """Return the one of the `known` names under which a checkpoint has a tensor of an object, if it is one of them.
+
+    A module's names are paths. In a dictionary, as one of averaged weights by their parameters' names, a key with dots
+    is a single piece.
+    """
+    top = names.escape_segment(name)
+    if key == name and top in known:
+        return top
+    piece = names.join_segments(top, names.escape_segment(key))
+    return piece if piece in known else names.join_segments(top, names.of_module(key))
 
 
 def _split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -373,10 +400,12 @@ def _replace_target(target: Path, replace: bool) -> Iterator[Path]:
     old = target.with_name(f".everstep-{target.name}-{secrets.token_hex(4)}")
     try:
         yield place
-        if target.is_dir():
+        if target.is_dir() or (place.is_dir() and target.exists()):
             target.rename(old)
         place.rename(target)
     finally:
+        if old.exists() and not target.exists():  # interrupted between the two
+            old.rename(target)
         for each in (place, old):
             if each.is_dir():
                 shutil.rmtree(each, ignore_errors=True)

@@ -14,7 +14,13 @@ import torch
 from everstep.checkpoint.catalog.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.exporting import FORMAT_KEY
-from everstep.checkpoint.exchange.state_dicts import OptimizerOrder, leave_out_unwanted, name_leaves, split_objects
+from everstep.checkpoint.exchange.state_dicts import (
+    OptimizerOrder,
+    check_object_name,
+    leave_out_unwanted,
+    name_leaves,
+    split_objects,
+)
 from everstep.checkpoint.format.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.format.manifest import CHUNK, Key, get_itemsize
 from everstep.checkpoint.format.user_metadata import pack_metadata
@@ -64,7 +70,9 @@ def import_torch(
     """
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_map(path))
-    except (RuntimeError, EOFError, ValueError, _unpickling_error()) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever unpickling says to a file that is something else
         raise CheckpointError(f"{path} cannot be read with weights_only=True: {error}") from error
     leaves = name_leaves(leave_out_unwanted(split_objects(loaded, name), only), optimizer_order)
     return _import_leaves(leaves, uri, step, only, rename, metadata, options)
@@ -114,8 +122,9 @@ def import_safetensors(
 
     Takes the memory of one tensor. Arguments, result and errors as import_torch().
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
+    check_object_name(name)
     found = Path(path)
     files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
     if not files:
@@ -123,7 +132,11 @@ def import_safetensors(
     leaves: dict[str, Any] = {names.join_segments(names.escape_segment(name), KIND): describe_structure(MODULE)}
     said: dict[str, str] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
+        try:
+            reader = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is no file of safetensors: {error}") from error
+        with reader as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
                 full = names.join_segments(names.escape_segment(name), names.of_module(key))
                 if full in leaves:
@@ -196,6 +209,8 @@ def _import_leaves(
 def _make_whole_tensor(name: str, tensor: torch.Tensor | _Lazy) -> WholeTensor:
     """Return a tensor as it is written. CheckpointError when a checkpoint cannot hold it."""
     dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+        raise CheckpointError(f"{name} is on the meta device and has no elements: leave it out with only= or rename=")
     if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise CheckpointError(
@@ -224,9 +239,3 @@ def _can_map(path: str | os.PathLike[str]) -> bool:
     import zipfile
 
     return zipfile.is_zipfile(path)
-
-
-def _unpickling_error() -> type[Exception]:
-    import pickle
-
-    return pickle.UnpicklingError

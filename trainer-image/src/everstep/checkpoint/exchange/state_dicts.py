@@ -14,6 +14,7 @@ from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import find_aliases
 from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_metadata import read_unusual
+from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.param_options import PARAM_GROUPS, PLACES, digest_options, name_params, pack_options
 from everstep.checkpoint.state.param_states import describe_aliases, describe_states
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, VALUE, describe_module, describe_structure
@@ -40,6 +41,7 @@ def name_leaves(objects: Mapping[str, Any], optimizer_order: OptimizerOrder | No
     orders = _collect_orders(objects, optimizer_order)
     found: dict[str, Any] = {}
     for key, state in objects.items():
+        check_nesting(state, key)
         if _is_optimizer(state):
             found.update(_iterate_optimizer_leaves(names.escape_segment(key), state, models, orders.get(key)))
         else:
@@ -50,19 +52,29 @@ def name_leaves(objects: Mapping[str, Any], optimizer_order: OptimizerOrder | No
 def split_objects(loaded: Any, name: str) -> dict[str, Any]:
     """Return the objects of what torch.load() gave: its keys, `model_state_dict` as `model`; or all of it as `name`."""
     if not isinstance(loaded, Mapping) or _is_module(loaded) or _is_optimizer(loaded):
+        check_object_name(name)
         return {name: loaded}
     found: dict[str, Any] = {}
     for key, each in loaded.items():
         plain = name if key == "state_dict" else str(key).removesuffix(_SUFFIX)
-        if plain == RANK:
-            raise CheckpointError(
-                f"what is called {RANK!r} in it cannot be imported: each rank's own state is saved under this name; "
-                "rename or remove it, or name what is wanted with only="
-            )
+        check_object_name(plain)
         if plain in found:
             raise CheckpointError(f"two objects in it are called {plain!r}: rename one of them before it is imported")
         found[plain] = each
     return found
+
+
+def check_object_name(name: str) -> None:
+    """Refuse a name that no object can have in a checkpoint.
+
+    Raises:
+        CheckpointError: It is that under which each rank's own state is saved.
+    """
+    if name == RANK:
+        raise CheckpointError(
+            f"what is called {RANK!r} cannot be imported: each rank's own state is saved under this name; rename or "
+            "remove it, or name what is wanted with only="
+        )
 
 
 def leave_out_unwanted(objects: Mapping[str, Any], only: Only | None) -> dict[str, Any]:

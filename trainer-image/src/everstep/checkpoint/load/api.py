@@ -254,6 +254,7 @@ def load_into(
             "store",
             values=values,
             not_restored=tuple(filling.not_restored),
+            kept=tuple(filling.kept),
             missing=tuple(filling.missing),
             unexpected=tuple(filling.unexpected),
             metadata=read_metadata(manifest.values),

@@ -16,7 +16,7 @@ from everstep.checkpoint.state.casting import Casts
 from everstep.checkpoint.state.flat import RANK, bind_kinds
 from everstep.checkpoint.state.group_order import find_order_problems
 from everstep.checkpoint.state.kinds import WHOLE, Absent, ObjectKind, Saved, StateMismatch
-from everstep.checkpoint.state.plain import StateValue
+from everstep.checkpoint.state.plain import StatefulObject, StateValue
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ObjectFilling:
         self._kinds: list[tuple[ObjectKind, Saved]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self.not_restored: list[str] = []
+        self.kept: list[str] = []  # after fill()
         self.missing: list[str] = []
         problems: list[str] = []
         everything = Saved.of(manifest, allow_pickle=allow_pickle, casts=casts)
@@ -104,4 +105,6 @@ class ObjectFilling:
                 reader.read_box(box.name, box.shard, box.offsets, box.sizes, box.target)
         for kind, saved in self._kinds:
             kind.load(saved, self._tensors)
+            if isinstance(kind, StateValue | StatefulObject):
+                self.kept += kind.kept
         return {kind.prefix: kind.value for kind, _ in self._kinds if isinstance(kind, StateValue)}

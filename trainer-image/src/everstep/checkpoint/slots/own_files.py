@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,7 @@ def check_holds_slots_only(directory: Path) -> None:
     Raises:
         CheckpointError: Something else lies there.
     """
-    strangers = [path.name for path in list_files(directory) if not is_own_entry(path) and path.name != _OF_FILE_SYSTEM]
+    strangers = [path.name for path in list_files(directory) if _is_foreign(path) and path.name != _OF_FILE_SYSTEM]
     if strangers:
         more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
         raise CheckpointError(
@@ -54,6 +55,11 @@ def check_holds_slots_only(directory: Path) -> None:
             "a directory of its own, which is removed when its runs have ended: name another one, there or not, in "
             f"MemoryOptions(directory=…) or {MEMORY_VARIABLE}"
         )
+
+
+def _is_foreign(path: Path) -> bool:
+    # The writer of a run that has ended may remove the directory between two looks at it: what is gone is nobody's.
+    return not is_own_entry(path) and os.path.lexists(path) and not is_own_entry(path)
 
 
 def _is_slot_file(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +12,12 @@ from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import share_objects
 from everstep.checkpoint.state.flat import RANK
-from everstep.checkpoint.state.module_metadata import find_unusual, set_metadata
+from everstep.checkpoint.state.module_states import EXTRA_STATE, build_module_state
 from everstep.checkpoint.state.param_options import PARAM_GROUPS, build_groups
 from everstep.checkpoint.state.param_states import read_aliases, read_structure, sort_states
 from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, build_structure
 
 _ODD = re.compile(r"(?:^|\.)[#\[(]")
-_EXTRA = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
 
 
 def build_objects(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,12 +53,7 @@ def _make_state(every: Mapping[str, Any]) -> Any:
     if kind == OPTIMIZER:
         return _make_optimizer_state(leaves, descriptions)
     if kind == MODULE:
-        extra = {name for name in leaves if _EXTRA.search(name)}
-        tensors = {names.to_module(name): leaf for name, leaf in leaves.items() if name not in extra}
-        state = OrderedDict(tensors | _extra_states(leaves, extra, descriptions))
-        if (unusual := find_unusual(descriptions)) is not None:
-            set_metadata(state, unusual)
-        return state
+        return build_module_state(leaves, descriptions)
     return build_structure(leaves, description)
 
 
@@ -68,20 +61,9 @@ def _guess_kind(leaves: Mapping[str, Any]) -> str:
     """Guess the kind of an object that was saved by a version of everstep which did not record it."""
     if any(name.startswith("param_groups.") for name in leaves) and any(name.startswith("options.") for name in leaves):
         return OPTIMIZER
-    plain = [name for name in leaves if not _EXTRA.search(name)]
+    plain = [name for name in leaves if not EXTRA_STATE.search(name)]
     is_flat = all(isinstance(leaves[name], torch.Tensor) and not _ODD.search(name) for name in plain)
     return MODULE if plain and "" not in plain and is_flat else VALUE
-
-
-def _extra_states(leaves: Mapping[str, Any], extra: set[str], descriptions: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, dict[str, Any]] = {}
-    for name in extra:
-        head, _, rest = f"{name}.".partition("_extra_state.")
-        found.setdefault(f"{head}_extra_state", {})[rest.removesuffix(".")] = leaves[name]
-    return {
-        names.to_module(name): build_structure(each, descriptions.get(names.join_segments(name, KIND)))
-        for name, each in found.items()
-    }
 
 
 def _make_optimizer_state(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> dict[str, Any]:

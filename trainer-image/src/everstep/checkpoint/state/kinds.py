@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.manifest import Manifest, StoredTensor
 from everstep.checkpoint.format.values import InPart, unpack_value
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import from_tensor
 from everstep.checkpoint.state.casting import NO_CASTS, Casts
 from everstep.checkpoint.state.memory import WHOLE, get_local_tensor, overlaps_itself, why_not_saved, why_not_written
-from everstep.checkpoint.state.structure import KIND, build_structure
+from everstep.checkpoint.state.module_states import build_module_state
+from everstep.checkpoint.state.structure import KIND, MODULE, build_structure
+from everstep.checkpoint.state.ties import find_kept_names
 
 __all__ = ["WHOLE", "ObjectKind", "PerRank", "Saved", "StateMismatch", "Stateful", "Stepped", "get_local_tensor"]
 
@@ -143,16 +147,32 @@ class Saved:
         return self.value(name) if name in self.values else default
 
     def nested(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any] | None = None) -> Any:
-        """Return the nested state: values from here, and `tensors` by their full names.
+        """Return the nested state: values from here, and `tensors` by their full names; of a module its flat one.
 
         `description`: of how it is built, where another object's says that.
         """
-        leaves: dict[str, Any] = {name: self.value(name) for name in self.values if name != KIND}
+        if self.is_module and description is None:
+            return self._build_module_state(tensors)
+        leaves: dict[str, Any] = {name: self.value(name) for name in self.values if not is_description(name)}
         for name in self.tensors:
             leaves[name] = with_bytes(leaves.get(name), tensors[self.full(name)])
         return build_structure(leaves, self.description if description is None else description)
 
+    def _build_module_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        values = {name: self.value(name) for name in self.values}
+        described = {name: each for name, each in values.items() if is_description(name)}
+        leaves = {name: each for name, each in values.items() if name not in described}
+        kept = find_kept_names(described, self.tensors)
+        for name in self.tensors:
+            leaves[name] = with_bytes(leaves.get(name), tensors[self.full(kept.get(name, name))])
+        return build_module_state(leaves, described)
+
     @property
+    def is_module(self) -> bool:
+        """Tell whether this is what a module was, or what was imported from a dictionary of tensors by their names."""
+        return (self.description or {}).get("is") == MODULE
+
+    @cached_property  # it has the order of all keys of a table, which may be many
     def description(self) -> dict[str, Any] | None:
         """Return what the object is and how its state is built; None in an older checkpoint or for an object's part."""
         found: dict[str, Any] | None = self.value_or(KIND, None)

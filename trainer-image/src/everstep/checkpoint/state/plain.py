@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -29,7 +30,7 @@ from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, se
 from everstep.checkpoint.state.loaders import begin_loader, check_position
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself, why_not_written
 from everstep.checkpoint.state.nesting import check_nesting
-from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe_structure
+from everstep.checkpoint.state.structure import KIND, OPTIMIZER, STATEFUL, VALUE, describe_structure
 
 _EPOCHS = "epochs"  # of a loader's samplers
 _SCALER = ("torch.amp.grad_scaler", "GradScaler")
@@ -70,6 +71,7 @@ class StatefulObject:
         yield names.join_segments(self.prefix, KIND), describe_structure(STATEFUL, state, is_leaf, **more)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
+        _check_is_no_optimizer(saved, problems)
         # Of another class it would be taken without a word: a scheduler updates its __dict__.
         theirs = (saved.description or {}).get("class", {})
         if why := why_other_class(self.prefix, describe_stateful(self._inner), theirs):
@@ -81,7 +83,7 @@ class StatefulObject:
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         live, self._live = self._live, {}
         # Makes containers anew.
-        state = with_types_of(live, saved.nested(tensors), is_ordered=saved.description is not None)
+        state = with_types_of(live, _nest_as(live, saved, tensors), is_ordered=_says_order(saved))
         if not state and is_instance(self._inner, *_SCALER):
             self.kept = [self.prefix] if self._inner.state_dict() else []
             return
@@ -119,15 +121,15 @@ class StateValue:
         return names.walk_leaves(dict(self.value) if plain else self.value, is_leaf, self.prefix)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
+        _check_is_no_optimizer(saved, problems)
         self._check_tied(saved, problems)
         if is_tensor(self.value) and "" not in saved.tensors:
             problems.append(f"{self.prefix} is no tensor in the checkpoint")
             return {}
         if not is_tensor(self.value):
-            held = names.walk_leaves(self.value, is_leaf)
             problems += [
                 f"{saved.full(name)} {why}"
-                for name, leaf in held
+                for name, leaf in _name_leaves(saved, self.value)
                 if is_tensor(leaf) and name in saved.tensors and (why := why_not_written(leaf))
             ]
         return _make_targets(saved, self.value, problems, whole=is_tensor(self.value))
@@ -135,8 +137,8 @@ class StateValue:
     def _check_tied(self, saved: Saved, problems: list[str]) -> None:
         """See that no two saved tensors would be read into what is one here."""
         for first, *others in find_aliases(self.value).groups:
-            known = name_path(self.value, first)
-            for name in (name_path(self.value, path) for path in others):
+            known = _name_path(saved, self.value, first)
+            for name in (_name_path(saved, self.value, path) for path in others):
                 if {known, name} <= saved.tensors.keys() and have_other_bytes(saved, known, name):
                     problems.append(
                         f"{saved.full(known)} and {saved.full(name)} are one tensor here and have different values in "
@@ -144,9 +146,9 @@ class StateValue:
                     )
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
-        loaded = saved.nested(tensors)
+        loaded = _nest_as(self.value, saved, tensors)
         before = list_objects(self.value)
-        is_ordered = saved.description is not None
+        is_ordered = _says_order(saved)
         if isinstance(self.value, MutableMapping) and isinstance(loaded, Mapping):
             kept = [key for key in self.value if key not in loaded]
             self.kept = [names.join_segments(self.prefix, f"{key}") for key in kept]
@@ -255,12 +257,60 @@ def _iterate_leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
         yield name, detach_leaf(leaf)
 
 
+def _says_order(saved: Saved) -> bool:
+    """Tell whether dictionaries are in the order that they had: a module's state has the order of whoever loads it."""
+    return saved.description is not None and not saved.is_module
+
+
+def _is_flat(saved: Saved, live: Any) -> bool:
+    """Tell whether a state is a module's, by the names of its tensors, and not nested here.
+
+    An import takes any dictionary of tensors for a module's: nothing in a file says whether a script will give a
+    module, or a dictionary of averaged weights.
+    """
+    if not (saved.is_module and isinstance(live, Mapping)):
+        return False
+    return not any("." in name and name in saved.tensors for name, _ in names.walk_leaves(live, is_leaf))
+
+
+def _nest_as(live: Any, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the nested state that was saved; that of a module in the order, and as the kind, of what is there now."""
+    if not _is_flat(saved, live):
+        return saved.nested(tensors, {} if saved.is_module else None)
+    loaded = saved.nested(tensors)
+    ordered = [*(key for key in live if key in loaded), *(key for key in loaded if key not in live)]
+    for key in ordered:
+        loaded.move_to_end(key)
+    return loaded if isinstance(live, OrderedDict) else dict(loaded)
+
+
+def _name_leaves(saved: Saved, state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a state with the names that the checkpoint has for them."""
+    if _is_flat(saved, state):
+        return ((names.of_module(key), leaf) for key, leaf in state.items() if isinstance(key, str))
+    return names.walk_leaves(state, is_leaf)
+
+
+def _name_path(saved: Saved, state: Any, path: tuple[Any, ...]) -> str:
+    if len(path) == 1 and isinstance(path[0], str) and _is_flat(saved, state):
+        return names.of_module(path[0])
+    return name_path(state, path)
+
+
+def _check_is_no_optimizer(saved: Saved, problems: list[str]) -> None:
+    if (saved.description or {}).get("is") == OPTIMIZER:
+        problems.append(
+            f"{saved.prefix} is an optimizer in the checkpoint, whose state belongs to names of parameters, and is "
+            "none here: give the optimizer itself, or another name"
+        )
+
+
 def _make_targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = False) -> dict[str, torch.Tensor]:
     """Tensors like those that the object holds now, sharded as they are; new ones for names that it does not hold.
 
     `whole`: the object is a tensor, so the bytes go into it and must fit.
     """
-    held = {name: leaf for name, leaf in names.walk_leaves(state, is_leaf) if is_tensor(leaf)}
+    held = {name: leaf for name, leaf in _name_leaves(saved, state) if is_tensor(leaf)}
     found: dict[str, torch.Tensor] = {}
     for name, tensor in saved.tensors.items():
         mine = held.get(name)
