@@ -98,3 +98,8 @@ def test_an_empty_list_reaches_the_operator_as_none_and_not_as_its_default(rende
     settings = OperatorSettings.load(environment(render(jobPods={**empty, "copiedLabels": []}, nodeSignals=[])))
     assert settings.copied_labels == ()
     assert settings == DEFAULTS.model_copy(update={"copied_labels": ()})
+
+
+def test_what_is_null_reaches_the_operator_as_none_of_it(render: Render) -> None:
+    settings = OperatorSettings.load(environment(render(jobPods={"annotations": None}, nodeSignals=None)))
+    assert settings == DEFAULTS.model_copy(update={"job_pod_annotations": {}})

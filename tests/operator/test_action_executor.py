@@ -6,7 +6,7 @@ import base64
 import contextlib
 import dataclasses
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -57,6 +57,8 @@ class Objects:
         self.there: dict[tuple[str, str], Any] = {}
         self.lose = ""  # the answer to the next create of this name
         self.admission: errors.ApiError | None = None  # rejects every create, also of what is there
+        self.mutate: Callable[[Any], Any] = lambda body: body  # a mutating webhook
+        self.created: list[str] = []
 
     async def create(self, resource: Any, namespace: str, body: Any) -> Any:
         name = (resource.plural, body["metadata"]["name"])
@@ -64,7 +66,9 @@ class Objects:
             raise self.admission
         if name in self.there:
             raise errors.AlreadyExists(409, "AlreadyExists", "there")
+        body = self.mutate(body)
         self.there[name] = {**body, "metadata": {**body["metadata"], "uid": "u"}}
+        self.created.append(name[1])
         if self.lose == name[1]:
             self.lose = ""
             raise errors.Unreachable("lost", sent=True)
@@ -338,6 +342,18 @@ async def test_a_strangers_budget_stays_and_the_job_goes_on_without_one(actor: A
     told = [body for (plural, _), body in objects.there.items() if plural == "events"]
     assert [event["reason"] for event in told] == ["DisruptionBudgetRejected"], "once"
     assert "PodDisruptionBudget default/digits already exists and belongs to nobody" in told[0]["message"]
+
+
+async def test_a_budget_that_admission_changes_is_not_made_again_and_again(actor: ActionExecutor, objects: Any) -> None:
+    objects.mutate = lambda body: {**body, "spec": {"minAvailable": "50%"}} if "spec" in body else body
+    for _ in range(3):
+        assert await actor.execute(JOB, [EnsureBudget(BUDGET)]) == (None, None)
+        assert actor.budgets.find(JOB.key) is None
+        assert ("poddisruptionbudgets", "digits") not in objects.there, "it would hold up drains, and guard nothing"
+    assert objects.created.count("digits") == 1, "it is tried again after the next list"
+    told = [body for (plural, _), body in objects.there.items() if plural == "events"]
+    assert [event["reason"] for event in told] == ["DisruptionBudgetRejected"]
+    assert "minAvailable '50%' instead of 2" in told[0]["message"]
 
 
 async def test_a_budget_that_admission_rejects_stops_nothing(actor: ActionExecutor, objects: Any) -> None:

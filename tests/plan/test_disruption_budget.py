@@ -139,6 +139,18 @@ def test_a_node_that_is_uncordoned_is_guarded_again() -> None:
     assert world.status.restarts.total == 0
 
 
+def test_a_drain_waits_for_its_checkpoint_though_another_node_is_cordoned_for_long() -> None:
+    world = running()
+    world.cordon(1)
+    pass_time(world, 900)
+    asked = len(world.asked_for)
+    world.cordon(2)
+    pass_time(world, 1)
+    assert not world.evict(2), "the ranks have not saved"
+    assert world.drain(2) <= 30
+    assert len(world.asked_for) == asked + 1
+
+
 def test_maintenance_that_is_days_away_opens_nothing() -> None:
     world = running()
     far = NodeSignal(

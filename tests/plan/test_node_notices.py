@@ -286,6 +286,24 @@ def test_of_a_node_that_stays_a_checkpoint_is_asked_for_and_no_more() -> None:
     until_left(world)
 
 
+def test_a_node_that_is_cordoned_long_after_another_asks_for_a_checkpoint_of_its_own() -> None:
+    world = running()
+    world.notice(1, CORDONED)
+    pass_time(world, 30)
+    world.notice(2, CORDONED)
+    pass_time(world, 900, step=10)
+    assert len(world.asked_for) == 1, "those of a volley share one"
+    first = record(world).saved_step
+    world.notice(0, CORDONED)
+    pass_time(world, 900, step=10)
+    assert len(world.asked_for) == 2
+    saved = record(world).saved_step
+    assert saved is not None
+    assert first is not None
+    assert saved > first
+    assert len(record(world).nodes) == 3
+
+
 def test_an_end_that_is_far_away_is_told_and_waited_for() -> None:
     world = running()
     at = world.now + 7200

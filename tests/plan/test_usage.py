@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -184,3 +185,66 @@ def test_a_time_in_the_future_stops_nothing() -> None:
     pass_time(world, BOOK_SECONDS + 60)
     finish(world)
     assert used(world).on_demand_node_seconds > BOOK_SECONDS
+
+
+def edit_spot_pool(world: PooledWorld) -> None:
+    world.pools["spot"] = pool("spot").spec(pricePerHour=1.0).build()
+
+
+def delete_spot_pool(world: PooledWorld) -> None:
+    del world.pools["spot"]
+
+
+@pytest.mark.parametrize("change", [edit_spot_pool, delete_spot_pool])
+def test_a_pool_that_is_changed_beneath_a_job_counts_no_node_twice(change: Callable[[PooledWorld], None]) -> None:
+    world = mixed().run("Running")
+    pass_time(world, 60)
+    (since,) = {pod.scheduled_at for pod in world.pods.values()}
+    assert since is not None
+    world.now += HOUR  # no operator looks
+    change(world)
+    world.restart_operator()
+    world.leader_reachable = True
+    pass_time(world, 60)
+    finish(world)
+    held = used(world).spot_node_seconds + used(world).on_demand_node_seconds
+    assert held == pytest.approx(4 * (world.now - since), abs=20)
+
+
+def test_the_pods_of_a_large_set_that_end_one_by_one_are_few_writes() -> None:
+    made = job().nodes(100).pool("spot").pool("demand").spec(minOnDemand=1).build()
+    world = PooledWorld(made, {"spot": 99, "demand": 1}, PRICES).run("Running")
+    pass_time(world, 60)
+    world.edit(suspend=True)
+    world.reconcile()
+    written = len(world.statuses)
+    for name in list(world.pods):
+        world.now += 0.05
+        del world.pods[name]
+        world.reconcile()
+    assert len(world.statuses) <= written + 10, "as many as seconds have passed"
+    pass_time(world, 5)
+    assert world.phase == "Suspended"
+    assert (used(world).spot_nodes, used(world).on_demand_nodes) == (0, 0), "the last of them is not forgotten"
+
+
+def test_a_node_that_is_lost_while_another_comes_is_not_counted_until_the_next_booking() -> None:
+    """As many are held as before, and not the same ones."""
+    world = PooledWorld(job().nodes(4).pool("spot").build(), {"spot": 2})
+    world.run("Scheduling")
+    pass_time(world, 45)
+    lost = world.pods["digits-1"]
+    assert lost.scheduled_at is not None
+    world.room["spot"] = 3
+    pass_time(world, 2)
+    assert used(world).spot_nodes == 2, "the third one is not booked yet"
+    world.room["spot"] = 0
+    world.vanish(1)
+    held = world.now - lost.scheduled_at
+    pass_time(world, 400)
+    others = [pod.scheduled_at for pod in world.pods.values() if pod.scheduled_at is not None]
+    assert len(others) == 2
+    world.edit(suspend=True)
+    world.run("Suspended", limit=60)
+    held += sum(world.now - since for since in others)
+    assert used(world).spot_node_seconds == pytest.approx(held, abs=5)

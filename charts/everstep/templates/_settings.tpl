@@ -7,13 +7,13 @@ EVERSTEP_ALLOWED_SERVICE_ACCOUNTS: {{ join "," .Values.jobPods.allowedServiceAcc
 EVERSTEP_ALLOWED_HOST_FIELDS: {{ join "," .Values.jobPods.allowedHostFields | quote }}
 EVERSTEP_ALLOWED_PRIORITY_CLASSES: {{ join "," .Values.jobPods.allowedPriorityClasses | quote }}
 EVERSTEP_COPIED_LABELS: {{ join "," .Values.jobPods.copiedLabels | default "," | quote }}
-EVERSTEP_JOB_POD_ANNOTATIONS: {{ toJson .Values.jobPods.annotations | quote }}
+EVERSTEP_JOB_POD_ANNOTATIONS: {{ .Values.jobPods.annotations | default dict | toJson | quote }}
 EVERSTEP_DISRUPTION_BUDGET: {{ .Values.jobPods.disruptionBudget | quote }}
 EVERSTEP_FENCE_TIMEOUT: {{ .Values.fenceTimeoutSeconds | quote }}
 EVERSTEP_NODE_SILENCE: {{ .Values.nodeSilenceSeconds | quote }}
 EVERSTEP_OUT_OF_SERVICE_TAINT: {{ .Values.outOfServiceTaint | quote }}
 EVERSTEP_NODE_FAILURE_WINDOW: {{ .Values.nodeFailureWindowSeconds | quote }}
-EVERSTEP_NODE_SIGNALS: {{ toJson .Values.nodeSignals | quote }}
+EVERSTEP_NODE_SIGNALS: {{ .Values.nodeSignals | default list | toJson | quote }}
 EVERSTEP_KEY_SECRET: {{ .Values.operatorKey.secretName | quote }}
 EVERSTEP_LOG_LEVEL: {{ .Values.logging.level | quote }}
 EVERSTEP_LOG_FORMAT: {{ .Values.logging.format | quote }}

@@ -260,7 +260,14 @@ class ActionExecutor:
             return
         try:
             if isinstance(action, act.EnsureBudget):
-                made, _ = await self._ensure(BUDGETS, job, action.body)
+                made, is_new = await self._ensure(BUDGETS, job, action.body)
+                wanted, found = (each["spec"].get("minAvailable") for each in (action.body, made))
+                if is_new and found != wanted:
+                    # What the plan would take for edited: it would be made again each second.
+                    await self.client.delete(BUDGETS, job.namespace, job.name, uid=made["metadata"]["uid"])
+                    raise errors.Invalid(
+                        422, "Changed", f"admission has set minAvailable {found!r} instead of {wanted}"
+                    )
                 self.budgets.put(made)
             else:
                 await self.client.delete(BUDGETS, job.namespace, action.name, uid=action.uid)

@@ -36,6 +36,9 @@ AHEAD_SECONDS = 600.0
 # A machine that is up so long after the time that was announced is not the one that goes: labels stay, and what they
 # tell is when a window of maintenance begins.
 OVERDUE_SECONDS = 600.0
+# Nodes that stay may be cordoned for weeks, and more of them one by one: what was saved so long ago says nothing of one
+# that is new. Nodes that are cordoned in a volley share a checkpoint.
+SAVE_AGAIN_SECONDS = 60.0
 _IDLE_PHASES = frozenset({Phase.SUSPENDED, Phase.STOPPING, Phase.SUCCEEDED, Phase.FAILED})
 
 
@@ -178,7 +181,8 @@ def _update_record(s: PlanContext, signals: Mapping[str, NodeSignal]) -> Disrupt
     chosen = leaving or signals
     if not chosen:
         return None
-    if old is not None and old.leaving is None and (old.deadline is not None) == bool(leaving):
+    same = old is not None and old.leaving is None and (old.deadline is not None) == bool(leaving)
+    if old is not None and same and not (not leaving and _is_outdated(s, old, chosen)):
         return _extend(s, old, chosen, leaving)
     deadlines = {name: each.compute_deadline(s.now) for name, each in chosen.items()}
     first = min(chosen, key=lambda name: (deadlines[name] or 0.0, name))
@@ -190,6 +194,13 @@ def _update_record(s: PlanContext, signals: Mapping[str, NodeSignal]) -> Disrupt
         noticed=to_utc(s.now),
         deadline=None if at is None else to_utc(at),
     )
+
+
+def _is_outdated(s: PlanContext, record: Disruption, names: Iterable[str]) -> bool:
+    """Return whether the checkpoint of a record was saved long before another node joined those that stay."""
+    if record.saved_step is None or len(record.nodes) >= MAX_DISRUPTED_NODES:  # a full record does not name all
+        return False
+    return s.now >= record.noticed.timestamp() + SAVE_AGAIN_SECONDS and not set(names) <= set(record.nodes)
 
 
 def _extend(s: PlanContext, old: Disruption, names: Iterable[str], leaving: Mapping[str, NodeSignal]) -> Disruption:

@@ -47,7 +47,8 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
     """Return the status to have, the events of this transition, and when a change that was held back is due."""
     old = s.status
     moved = _starts_transition(s, decision)
-    checkpoint, usage = update_checkpoint(s), update_usage(s, decision)
+    checkpoint = update_checkpoint(s)
+    usage, has_ended = update_usage(s, decision)
     new = old.model_copy(
         update={
             "phase": decision.phase,
@@ -71,8 +72,9 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
     )
     overdue = find_overdue_time(s, checkpoint)
     wake = overdue if overdue is not None and overdue > s.now else None
-    soon = (s.observed.status_written_at or 0.0) + WRITE_INTERVAL_SECONDS
-    booked = find_booking_time(old.usage, usage, s.now, soon)
+    written_at = s.observed.status_written_at or 0.0
+    soon = written_at + WRITE_INTERVAL_SECONDS
+    booked = find_booking_time(old.usage, usage, has_ended, written_at, WRITE_INTERVAL_SECONDS)
     if not moved and _strip_volatile_fields(new) == _strip_volatile_fields(old):
         is_news = new.model_copy(update={"usage": old.usage}) != old
         dues = [at for at in (soon if is_news else None, booked) if at is not None]

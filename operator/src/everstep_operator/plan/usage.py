@@ -21,6 +21,8 @@ CapacityType = Literal["spot", "on-demand"]
 
 # A status that only counted seconds would be written all the time; at the latest after so long it is.
 BOOK_SECONDS = 600.0
+# Nodes that are given back are booked after so long: the pods of a large set end one by one, in few writes.
+GIVEN_BACK_SECONDS = 1.0
 _HOUR = 3600.0
 _OVER = ("Succeeded", "Failed")
 
@@ -33,12 +35,13 @@ class _Price:
     on_demand: float | None = None
 
 
-def update_usage(s: PlanContext, decision: Decision) -> Usage | None:
-    """Return the usage up to now; None while no pod of the job has ever had a node."""
+def update_usage(s: PlanContext, decision: Decision) -> tuple[Usage | None, bool]:
+    """Return the usage up to now, None while no pod of the job has ever had a node; and whether nodes that were held
+    are held no more."""
     old, now = s.status.usage, s.now
     held = [] if s.phase.finished else _list_held_nodes(s)
     if old is None and not held:
-        return None
+        return None, False
     since = min(old.until.timestamp(), now) if old is not None else float("-inf")  # a clock may have been set back
     seconds: dict[CapacityType, float] = {"spot": 0.0, "on-demand": 0.0}
     known: Counter[CapacityType] = Counter()
@@ -46,32 +49,40 @@ def update_usage(s: PlanContext, decision: Decision) -> Usage | None:
         known[kind] += bound <= since
         start = bound if bound > since else since
         seconds[kind] += now - start if now > start else 0.0
-    for kind, before in _count_held(old).items():
-        # Those that are gone were held until a moment ago: less of them than before is written at once.
-        if before > known[kind]:
-            seconds[kind] += (before - known[kind]) * (now - since)
+    before = _count_held(old)
+    gone = left = max(0, sum(before.values()) - known.total())
+    for kind in before:
+        # Those that are gone were held until a moment ago: less of them than before is written soon. A node whose pool
+        # is edited or deleted is not gone: it is one of the other kind now, and not held twice.
+        ended = min(left, max(0, before[kind] - known[kind]))
+        seconds[kind] += ended * (now - since) if ended else 0.0
+        left -= ended
     counts = Counter([] if decision.phase.finished else [kind for kind, _ in held])
-    return _add_seconds(old or Usage(until=to_utc(now)), s, seconds).model_copy(
+    usage = _add_seconds(old or Usage(until=to_utc(now)), s, seconds).model_copy(
         update={"until": to_utc(now), "spot_nodes": counts["spot"], "on_demand_nodes": counts["on-demand"]}
     )
+    return usage, gone > 0
 
 
-def find_booking_time(old: Usage | None, new: Usage | None, now: float, soon: float) -> float | None:
+def find_booking_time(
+    old: Usage | None, new: Usage | None, has_ended: bool, written_at: float, interval: float
+) -> float | None:
     """Return when a usage is to be written for its own sake; None: not before something else is.
 
     Args:
         old: As it is in the status.
         new: As it is now.
-        now: Unix seconds.
-        soon: When the next write is due that may wait.
+        has_ended: Whether nodes that were held are held no more, though others may be.
+        written_at: When the status was last written (Unix seconds).
+        interval: Seconds between two writes of what may wait.
     """
     if new is None:
         return None
     before, after = _count_held(old), _count_held(new)
-    if any(after[kind] < before[kind] for kind in before):
-        return now
+    if has_ended:
+        return written_at + GIVEN_BACK_SECONDS
     if after != before:
-        return soon
+        return written_at + interval
     return old.until.timestamp() + BOOK_SECONDS if old is not None and any(after.values()) else None
 
 
