@@ -28,7 +28,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class _Place:
-    """What some processes have copies of.
+    """Parameters of which some processes have copies.
 
     Attributes:
         what: How a message names it.
@@ -41,7 +41,7 @@ class _Place:
     own: Sequence[Any]
 
 
-class Copies:
+class ParameterCopies:
     """The parameters that several processes have.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.copies import Copies
+from everstep.pipeline.engine.copies import ParameterCopies
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.reduction import Reduction
 from everstep.pipeline.engine.stage import RunnableStage
@@ -69,7 +69,7 @@ class Parameters:
         self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, options.bucket)
         ranks_of = {name: sorted({placement[stage] for stage in owners}) for name, owners in graph.ties}
         others = [parameter for parameter in self.own if parameter not in tied]
-        self.copies = Copies(ranks_of, self.shared, others, transport.rank, transport.size, transport.replicas)
+        self.copies = ParameterCopies(ranks_of, self.shared, others, transport.rank, transport.size, transport.replicas)
 
     def ties_of(self, action: Action) -> list[str]:
         """The shared parameters that a TIE is about: the one that it names, else all of its stage."""
