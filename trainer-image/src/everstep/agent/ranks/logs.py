@@ -88,11 +88,13 @@ class LogSink:
                 self._size -= len(batch)
 
     def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
+        view, start = memoryview(data), 0
+        while start < len(data):
+            # Whole lines: stdout and stderr may be one file, and the other thread writes in between.
+            end = data.rfind(b"\n", start, start + 2 * _CHUNK) + 1 or start + _CHUNK
             try:
-                count = os.write(self._fd, view[:_CHUNK])  # returns no sooner than all of it is read
-                view = view[count:]
+                count = os.write(self._fd, view[start:end])  # returns no sooner than all of it is read
+                start += count
                 self._written += count
             except BlockingIOError:  # somebody made our stdout non-blocking
                 with contextlib.suppress(OSError):
