@@ -16,8 +16,8 @@ def test_lines_of_two_sinks_of_one_file_stay_whole(tmp_path: Path) -> None:
     longest, short = b"a" * MAX_LINE_BYTES, b"e" * 50
     for number in range(20):
         path = tmp_path / str(number)
-        with path.open("wb") as file:
-            sinks = LogSink(file.fileno()), LogSink(os.dup(file.fileno()))
+        with path.open("wb") as file, os.fdopen(os.dup(file.fileno()), "wb") as other:
+            sinks = LogSink(file.fileno()), LogSink(other.fileno())
             for _ in range(6):
                 assert sinks[0].write(longest + b"\n")
             for _ in range(200):
