@@ -24,7 +24,7 @@ SET_UP = Delays().node + Delays().pod + Delays().restore
 def lose(*events: Disruption, hours: float = 3.0) -> tuple[float, Month]:
     """Return the seconds in which four nodes trained no new step, beside the time to set up."""
     month = Month(4, Delays())
-    return hours * HOUR - SET_UP - month.run(events, hours * HOUR), month
+    return hours * HOUR - SET_UP - month.meet_events(events, hours * HOUR), month
 
 
 def test_an_undisturbed_job_loses_nothing() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from aiohttp import web
+from aiohttp import ClientConnectorCertificateError, web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import Configuration
 
+from e2e.cluster.certificates import Authority
 from everstep_operator.cluster.api_session import find_proxy, open_api_session
 
 FAR = "http://api.example:6443"
@@ -57,3 +61,30 @@ async def test_each_request_has_the_token_of_its_time(proxy: list[web.Request]) 
             async with session.get(f"{FAR}/version"):
                 pass
     assert [request.headers["Authorization"] for request in proxy] == ["Bearer first", "Bearer second"]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+async def test_the_name_in_the_certificate_may_be_another_than_the_address(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    authority.create()
+    pair = authority.issue("server", "/CN=api", ["DNS:api.internal"])
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pair.certificate, pair.key)
+
+    async def handle(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    application = web.Application()
+    application.router.add_get("/version", handle)
+    server = TestServer(application, scheme="https")
+    await server.start_server(ssl=context)
+    try:
+        configuration = Configuration(host=str(server.make_url("")), ssl_ca_cert=str(authority.own.certificate))
+        async with open_api_session(configuration) as session:
+            with pytest.raises(ClientConnectorCertificateError):
+                await session.get(server.make_url("/version"))
+            configuration.tls_server_name = "api.internal"
+            async with session.get(server.make_url("/version")) as answer:
+                assert answer.status == 200
+    finally:
+        await server.close()

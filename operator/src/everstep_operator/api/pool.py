@@ -64,9 +64,9 @@ class TrainingPoolSpec(ApiModel):
     capacity_type: Literal["spot", "on-demand"] = "on-demand"
     """Whether the provider may reclaim the nodes. Pods carry it as label `everstep.dev/capacity-type`."""
     price_per_hour: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
-    """What one node costs for an hour, in any currency, the same for all pools. Jobs report their cost by it."""
+    """Price of one node for an hour, in one currency for all pools. Jobs report their cost by it."""
     on_demand_price_per_hour: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
-    """What a node of a spot pool would cost on demand; jobs report what they save by it. Default: `pricePerHour` of the
+    """Price of a node of a spot pool on demand, by which jobs report their savings. Default: `pricePerHour` of the
     first on-demand pool that the job names."""
     instance_type: Annotated[str, Pattern("^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 63)] | None = None
     """Name of the machine type in the container contract. Default: the pool's name."""
