@@ -58,7 +58,8 @@ class Run:
             image="everstep/trainer:0.1.0",
             numNodes=2,
             hyperparameters={"steps": str(STEPS), "save-every": "20", "batch-size": "4", "context": "32"},
-            checkpoint=store.policy(name, keepLast=5),
+            # All are kept: who committed them, and in which order, is looked at in the end.
+            checkpoint=store.policy(name, keepLast=100),
             restart={"maxBackoff": "0s", "application": 3},
             resources={"requests": {"cpu": "100m", "memory": "512Mi"}},
             podTemplate={"spec": {"affinity": APART}},
