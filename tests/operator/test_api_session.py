@@ -53,6 +53,15 @@ async def test_a_proxy_is_passed_by_where_the_environment_says_so(
     assert find_proxy("http://10.0.0.2:443") is not None
 
 
+async def test_a_network_in_no_proxy_is_passed_by(proxy: list[web.Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As clusters write the addresses of their services; the API server of a pod is one of these."""
+    monkeypatch.setenv("no_proxy", "localhost,10.96.0.0/12, fd00::/8,x/y")
+    assert find_proxy("http://10.96.0.1:443") is None
+    assert find_proxy("http://[fd00::1]:443") is None
+    assert find_proxy("http://10.1.0.1:443") is not None
+    assert find_proxy(FAR) is not None
+
+
 async def test_each_request_has_the_token_of_its_time(proxy: list[web.Request]) -> None:
     configuration = Configuration(host=FAR)
     async with open_api_session(configuration) as session:

@@ -93,7 +93,7 @@ async def test_strangers_that_stay_keep_no_probe_away(said: bytes, monkeypatch: 
 
 
 async def test_strangers_that_take_nothing_of_an_answer_keep_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fits into a transport's buffer was taken for sent, and its file stayed open for as long as they did."""
+    """An answer that a transport's buffer held was taken for sent, and the file stayed open for as long as they did."""
     monkeypatch.setattr(public_server, "SECONDS", 1.0)
     answer = public_server.PublicAnswer(200, b"everstep_jobs 1\n" * 3750)  # as long as the metrics of an operator
     server = public_server.PublicServer({"/metrics": lambda: answer})

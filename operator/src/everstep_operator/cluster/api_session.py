@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import ssl
 import urllib.request
 from urllib.parse import urlsplit
@@ -40,9 +42,23 @@ def open_api_session(configuration: Configuration) -> aiohttp.ClientSession:
 def find_proxy(url: str) -> str | None:
     """Return the proxy that the environment (HTTPS_PROXY, NO_PROXY …) names for a URL."""
     parts = urlsplit(url)
-    if parts.hostname is None or urllib.request.proxy_bypass(parts.hostname):
+    if parts.hostname is None or urllib.request.proxy_bypass(parts.hostname) or _is_in_bypassed_network(parts.hostname):
         return None
     return urllib.request.getproxies().get(parts.scheme)
+
+
+def _is_in_bypassed_network(host: str) -> bool:
+    """Return whether NO_PROXY has a network with this address, as clusters write it ("10.0.0.0/8") and all programs in
+    Go read it. Python compares names alone."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    for each in urllib.request.getproxies().get("no", "").split(","):
+        with contextlib.suppress(ValueError):
+            if "/" in each and address in ipaddress.ip_network(each.strip(), strict=False):
+                return True
+    return False
 
 
 def _make_tls_context(configuration: Configuration) -> ssl.SSLContext:
