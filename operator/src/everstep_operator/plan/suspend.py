@@ -71,6 +71,8 @@ def is_resuming(s: PlanContext) -> bool:
 
 def _is_edited(s: PlanContext) -> bool:
     """Tell whether the pods would be built from something else: a suspension came and went while nobody looked."""
+    if s.job.metadata.generation == s.status.observed_generation:
+        return False  # what differs, the CRDs have lost or gained: older ones that somebody has installed drop fields
     if s.template is None or s.job.unknown_fields or s.template.spec_hash in ("", s.spec.pods_hash()):
         return False
     return s.template.spec_hash != s.spec.legacy_pods_hash()
