@@ -1,4 +1,4 @@
-"""What breaks, under an Indexed Job: what most users have when they have no operator for training.
+"""An Indexed Job whose parts are broken: what most users have without an operator for training.
 
 Its script is the friendliest that such a user can write: it saves to a store and restores from it, notices within 30 s
 that another rank is gone, and waits in the rendezvous for ranks that start later.
