@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from everstep_operator import public_server
+from everstep_operator import health, public_server
 from everstep_operator.health import HealthServers
 from tests.integration.world import until
 
@@ -117,6 +117,25 @@ async def test_strangers_that_take_nothing_of_an_answer_keep_no_connection(monke
         for stranger in strangers:
             stranger.close()
         await server.stop()
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(3600.0, 1), (0.0, 5)])
+async def test_who_asks_for_metrics_again_and_again_gets_the_same_for_a_while(
+    seconds: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any pod may ask. To render them for each that does so kept the event loop busy with nothing else."""
+    monkeypatch.setattr(health, "RENDER_SECONDS", seconds)
+    measured: list[None] = []
+    servers = HealthServers(lambda: None, lambda: None, lambda: measured.append(None))
+    await servers.start("127.0.0.1", 0, 0)
+    try:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(5):
+                async with session.get(f"http://127.0.0.1:{servers.metrics_port}/metrics") as answer:
+                    assert "everstep_" in await answer.text()
+    finally:
+        await servers.stop()
+    assert len(measured) == times
 
 
 def _count_files() -> int:
