@@ -21,17 +21,26 @@ def open_api_session(configuration: Configuration) -> aiohttp.ClientSession:
     (`trust_env`), and look for a password of the server's in ~/.netrc: more of the processor than the request itself.
     """
 
+    context = _make_tls_context(configuration)
+
     async def authorize(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
         token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
         if token:
             request.headers["Authorization"] = token
         if configuration.tls_server_name:
             request.server_hostname = configuration.tls_server_name
-        return await send(request)
+        try:
+            return await send(request)
+        except aiohttp.ClientConnectorCertificateError:
+            # The kubelet has mounted the authority of today since. A process that holds the Lease would end without an
+            # answer and read it; one that stands by would wait for ever.
+            if not _load_authority(context, configuration):
+                raise
+            return await send(request)
 
     return aiohttp.ClientSession(
         # Without a limit: the Lease is renewed on a connection of the same pool. `fair_share` bounds what is in flight.
-        connector=aiohttp.TCPConnector(limit=0, ssl=_make_tls_context(configuration)),
+        connector=aiohttp.TCPConnector(limit=0, ssl=context),
         headers={"User-Agent": USER_AGENT},
         middlewares=(authorize,),
         proxy=configuration.proxy or find_proxy(configuration.host),
@@ -59,6 +68,15 @@ def _is_in_bypassed_network(host: str) -> bool:
             if "/" in each and address in ipaddress.ip_network(each.strip(), strict=False):
                 return True
     return False
+
+
+def _load_authority(context: ssl.SSLContext, configuration: Configuration) -> bool:
+    """Add what the file of certificate authorities has now; return whether any of it is new."""
+    before = len(context.get_ca_certs())
+    with contextlib.suppress(OSError):  # also a file that is no certificate at the moment
+        if configuration.ssl_ca_cert:
+            context.load_verify_locations(configuration.ssl_ca_cert)
+    return len(context.get_ca_certs()) > before
 
 
 def _make_tls_context(configuration: Configuration) -> ssl.SSLContext:
