@@ -38,7 +38,8 @@ def test_a_step_may_be_a_whole_number_of_numpy(tmp_path: Path) -> None:
         save(tmp_path, {"x": {"at": step}}, step)
     state: dict[str, Any] = {}
     with session(tmp_path) as ckpt:
-        assert ckpt.restore(step=np.int64(10), x=state).step == 10
+        whole: Any = np.int64(10)
+        assert ckpt.restore(step=whole, x=state).step == 10
         assert state == {"at": 10}
         with pytest.raises(TypeError, match="step= is the number of a step"):
             ckpt.restore(step=torch.tensor(10), x=state)
@@ -130,7 +131,7 @@ def test_a_scheduler_is_not_given_a_state_without_any_key_of_its_own(saved: Any,
 def test_a_function_that_gives_a_name_that_is_no_text_is_told(tmp_path: Path) -> None:
     store = save(tmp_path, {"x": {"at": 1}})
     with pytest.raises(CheckpointError, match=r"rename= gives x\.at the name 5, a int"):
-        everstep.load(store, rename=lambda name: 5)  # type: ignore[arg-type, return-value]
+        everstep.load(store, rename=lambda name: 5)  # type: ignore[arg-type]
 
 
 def test_a_part_of_a_list_is_not_loaded_alone(tmp_path: Path) -> None:

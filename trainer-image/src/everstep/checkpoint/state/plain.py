@@ -93,7 +93,8 @@ class StatefulObject:
         and goes on as a new one."""
         if not describe_stateful(self._inner):
             return
-        given = {name.partition(".")[0] for name in (*saved.tensors, *saved.values) if not is_description(name)}
+        # Without what is a state in one piece: an empty one, as that of a scaler that was disabled.
+        given = {name.partition(".")[0] for name in (*saved.tensors, *saved.values) if not is_description(name)} - {""}
         ours = {names.escape_segment(key) for key in self._inner.state_dict() if isinstance(key, str)}
         if given and ours and given.isdisjoint(ours):
             problems.append(
