@@ -1,4 +1,4 @@
-"""What other callbacks, searches and files of weights do beside an adapter costs no training and loses no file."""
+"""Other callbacks, searches and files of weights beside an adapter cost no training and lose no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot work is refused where it is given, in words that name it, and what can work does."""
+"""A session refuses what cannot work where it is given, in words that name it, and takes what can."""
 
 from __future__ import annotations
 
