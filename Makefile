@@ -28,7 +28,7 @@ demo: venv ## from nothing to a trained model on a cluster on this machine
 
 # The two tiers that wait in turn, for a store or an API server, run side by side, with half of the workers each.
 test: ## everything that must hold before a change lands; a tier that fails does not hide what the later ones say
-	@status=0; \
+	+@status=0; \
 	$(TIERS) lint docs types test-unit || status=1; \
 	$(TIERS) -j 2 --output-sync=target WORKERS=$(HALF) test-torch test-integration || status=1; \
 	$(TIERS) test-e2e || status=1; \
