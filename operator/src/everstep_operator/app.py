@@ -36,10 +36,11 @@ from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
+from everstep_operator.cluster.object_stream import RawObject, StreamWatch
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
-from everstep_operator.cluster.watch import KopfWatch, RawObject
+from everstep_operator.cluster.watch import KopfWatch
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan.node_signals import index_rules
 from everstep_operator.plan.plan_settings import PlanSettings as PlanSettings
@@ -100,8 +101,11 @@ class Operator:
         )
         self.resync = Resync(
             client, self.cache, self.frozen, agent, budgets, settings.watch_namespaces, settings.resync_seconds,
-            deaf=self.watch.restart, wake=self.queue.add, readable=self.watch.readmit,
+            deaf=self._restart_watches, wake=self.queue.add, readable=self.watch.readmit,
         )  # fmt: skip
+        self.streams = StreamWatch(
+            client, {PODS: self.cache.pods, NODES: self.cache.nodes}, self._receive_event, settings.watch_namespaces
+        )
         self._stores = {
             JOBS: self.cache.jobs, PODS: self.cache.pods, POOLS: self.cache.pools, NODES: self.cache.nodes
         }  # fmt: skip
@@ -115,6 +119,7 @@ class Operator:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self.watch.run(lambda: self._schedule_resync(STARTED_SECONDS))),
+                group.create_task(self.streams.run(self.resync.listed)),
                 group.create_task(self.resync.run()),
             ]
             if self.settings.out_of_service_taint:
@@ -210,7 +215,7 @@ class Operator:
         if kind == "DELETED":
             store.remove(object_key(raw), str((raw.get("metadata") or {}).get("uid") or ""), resource_version(raw))
             return
-        if (raw.get("metadata") or {}).get("namespace") in self.resync.forbidden:
+        if resource == JOBS and (raw.get("metadata") or {}).get("namespace") in self.resync.forbidden:
             self.resync.request_soon()  # it can be read again: all of its pods first, then its jobs
             return
         if kind is None:
@@ -223,6 +228,12 @@ class Operator:
         if self._listed is not None:
             self._listed.cancel()
         self._listed = asyncio.get_running_loop().call_later(seconds, self.resync.request_soon)
+
+    def _restart_watches(self, silent: set[ApiResource]) -> None:
+        """Start watches again that have not told what a list has shown."""
+        if silent & {JOBS, POOLS}:
+            self.watch.restart()
+        self.streams.restart(silent)
 
     def _requeue_jobs_of_pool(self, pool: str) -> None:
         """Requeue the jobs that may run in a pool which has changed."""

@@ -22,8 +22,9 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject
+from everstep_operator.cluster.api_answer import ApiObject
 from everstep_operator.cluster.cache import CacheEntry, ClusterCache, Key, resource_version
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory

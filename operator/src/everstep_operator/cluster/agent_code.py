@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.api_answer import ApiObject
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import CONFIG_MAPS
 
 log = structlog.get_logger(__name__)
