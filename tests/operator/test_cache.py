@@ -24,7 +24,9 @@ class Watched:
     def __init__(self) -> None:
         self.touched: list[Key] = []
         self.pools: list[str] = []
-        self.cache = ClusterCache(touched=self.touched.append, pool_changed=self.pools.append)
+        self.cache = ClusterCache(
+            touched=self.touched.append, pool_changed=self.pools.append, pods_touched=self.touched.append
+        )
 
 
 def test_a_pod_touches_its_job_and_is_kept_as_a_view() -> None:

@@ -52,6 +52,8 @@ log = structlog.get_logger(__name__)
 PHASES = tuple(phase.value for phase in Phase)
 DRAIN_SECONDS = 10.0
 REPORTED_FAILURES = 5  # failures in a row of which an event tells: about three seconds of them
+# Between two looks at a job for the sake of its pods: what a look costs grows with the pods, too.
+GAP_SECONDS_PER_POD, GAP_MAX_SECONDS = 0.00025, 0.25
 # The watch's list is over when it has told nothing for so long: after its last object, and where there is none.
 LISTED_SECONDS, STARTED_SECONDS = 0.5, 5.0
 
@@ -67,7 +69,10 @@ class Operator:
         self.workers = FairShare(settings.workers)
         self.queue: WorkQueue[Key] = WorkQueue(share=self.workers, namespace=lambda key: key[0])
         rules = index_rules(rule.to_rule() for rule in settings.node_signals)
-        self.cache = ClusterCache(touched=self.queue.add, pool_changed=self._requeue_jobs_of_pool, node_rules=rules)
+        self.cache = ClusterCache(
+            touched=self.queue.add, pool_changed=self._requeue_jobs_of_pool, pods_touched=self._requeue_spaced,
+            node_rules=rules,
+        )  # fmt: skip
         self.leaders = LeaderPoller(
             self.queue.add_after,
             fence_timeout=settings.fence_timeout,
@@ -234,6 +239,10 @@ class Operator:
         if silent & {JOBS, POOLS}:
             self.watch.restart()
         self.streams.restart(silent)
+
+    def _requeue_spaced(self, job: Key) -> None:
+        """Requeue a job of which a pod has changed; of a large set many do within a moment, and one look sees all."""
+        self.queue.add_spaced(job, min(GAP_MAX_SECONDS, self.cache.count_pods(job) * GAP_SECONDS_PER_POD))
 
     def _requeue_jobs_of_pool(self, pool: str) -> None:
         """Requeue the jobs that may run in a pool which has changed."""
