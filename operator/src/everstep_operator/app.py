@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from everstep_operator import health, logs, metrics, open_file_limit
+from everstep_operator import garbage_collector, health, logs, metrics, open_file_limit
 from everstep_operator.api.status import Phase
 from everstep_operator.cluster import errors, operator_key
 from everstep_operator.cluster.action_executor import ActionExecutor, StaleObject
@@ -84,6 +84,7 @@ class Operator:
         budgets = DisruptionBudgets(client, enabled=settings.disruption_budget)
         actor = ActionExecutor(client, self.cache, self.leaders, agent, self.frozen, operator_keys, budgets)
         actor.requests = FairSemaphore(settings.parallel_creates)
+        client.throttled = actor.requests.slow_down
         nodes = NodeDirectory(client, self.cache, client.clock.now)
         self.leases = NodeLeases(
             client, self.cache, self.queue.add, clock=client.clock.now, silence=settings.node_silence
@@ -121,6 +122,7 @@ class Operator:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`; then finish what is in work, briefly. An exception of any part ends all of them."""
         await self._fill_cache()
+        garbage_collector.tune_garbage_collector()
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self.watch.run(lambda: self._schedule_resync(STARTED_SECONDS))),

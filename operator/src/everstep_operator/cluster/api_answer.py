@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import tenacity
 
 from everstep_operator.cluster import errors
@@ -27,6 +28,14 @@ def typed_errors(method: str, path: str) -> Iterator[None]:
         raise errors.Unreachable(f"{method} {path}: {error}", sent=False) from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise errors.Unreachable(f"{method} {path}: {type(error).__name__} {error}", sent=True) from error
+
+
+def encode_body(body: ApiObject) -> bytes:
+    """Return an object as JSON. A pod's body takes a tenth of the time that the standard library takes."""
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON can spell it
+        return json.dumps(body).encode()
 
 
 def compute_retry_delay(state: tenacity.RetryCallState) -> float:

@@ -25,7 +25,14 @@ from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.api_answer import ApiObject, Decode, compute_retry_delay, parse_response, typed_errors
+from everstep_operator.cluster.api_answer import (
+    ApiObject,
+    Decode,
+    compute_retry_delay,
+    encode_body,
+    parse_response,
+    typed_errors,
+)
 from everstep_operator.cluster.api_session import open_api_session
 from everstep_operator.cluster.resources import LEASES, ApiResource
 from everstep_operator.cluster.server_clock import ServerClock
@@ -86,6 +93,7 @@ class Client:
         self.may_write: Callable[[], None] = lambda: (
             None
         )  # raises where another process may act: see `OperatorLease.check`
+        self.throttled: Callable[[], None] = lambda: None  # called when the server rejects a request for their number
         self.used: set[tuple[str, str, str]] = (
             set()
         )  # (verb, group, resource[/subresource]), compared with rbac.USED_PERMISSIONS
@@ -339,6 +347,9 @@ class Client:
             if not await self._login_again():
                 raise
             return await self._send(verb, what, method, path, query, body, kind, accept, decode)
+        except errors.TooManyRequests:
+            self.throttled()
+            raise
 
     async def _send(
         self,
@@ -361,7 +372,7 @@ class Client:
                     self.configuration.host + path,
                     params=list(query),
                     headers={"Accept": accept, "Content-Type": kind},
-                    data=None if body is None else json.dumps(body),
+                    data=None if body is None else encode_body(body),
                     timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
                 )
                 async with response:
