@@ -202,6 +202,7 @@ class Client:
                     self.configuration.host + path,
                     params=query,
                     headers={"Accept": _JSON},
+                    allow_redirects=False,
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS),
                 )
                 code = str(response.status)
@@ -373,6 +374,7 @@ class Client:
                     params=list(query),
                     headers={"Accept": accept, "Content-Type": kind},
                     data=None if body is None else encode_body(body),
+                    allow_redirects=False,  # the token is for this server alone
                     timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
                 )
                 async with response:
