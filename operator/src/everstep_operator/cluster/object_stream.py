@@ -66,9 +66,10 @@ class ObjectStream:
             self._life = asyncio.create_task(self._follow())
             try:
                 await asyncio.wait((self._life,))
-            except asyncio.CancelledError:
-                self._life.cancel()
-                raise
+            finally:
+                if not self._life.done():  # cancelled: its connection is closed before the client is
+                    self._life.cancel()
+                    await asyncio.wait((self._life,))
             error = None if self._life.cancelled() else self._life.exception()
             # One that the server ends at once is a failure too, and would be asked for again and again.
             steady = time.monotonic() - started > STEADY_SECONDS
