@@ -285,6 +285,18 @@ async def test_a_namespace_that_cannot_be_watched_stops_no_other_and_comes_back(
         await site.until_names("digits-0", "back-0")
 
 
+async def test_a_stream_that_is_ended_while_it_tells_goes_on_at_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server ends the stream of a reader that is busy for a moment, many times while a thousand pods start."""
+    monkeypatch.setattr("everstep_operator.cluster.object_stream.BASE_PAUSE_SECONDS", 3600.0)
+    for number in range(20):
+        site.server.streams.put_nowait(told(line("ADDED", pod(f"digits-{number}", "digits", version=10 + number))))
+    async with site.following(begins=9):
+        await site.until_names(*(f"digits-{number}" for number in range(20)))
+    assert site.server.lists == 1, "of nodes"
+
+
 def test_pauses_grow_and_are_bounded(site: Site) -> None:
     stream = ObjectStream(site.client, PODS, None, site.cache.pods, site.receive)
     assert stream._compute_pause(0, None) == 0.0

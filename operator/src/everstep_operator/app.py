@@ -71,6 +71,7 @@ class Operator:
         rules = index_rules(rule.to_rule() for rule in settings.node_signals)
         self.cache = ClusterCache(
             touched=self.queue.add, pool_changed=self._requeue_jobs_of_pool, pods_touched=self._requeue_spaced,
+            pods_started=lambda job: self.queue.add_spaced(job, GAP_MAX_SECONDS),
             node_rules=rules,
         )  # fmt: skip
         self.leaders = LeaderPoller(

@@ -25,6 +25,7 @@ from everstep_operator.plan.labels import LABEL_JOB
 from everstep_operator.plan.node_signals import DEFAULT_RULES, Rules
 from everstep_operator.plan.node_view import NodeView, parse_node
 from everstep_operator.plan.observation import PodView, parse_pod
+from everstep_operator.plan.pod_progress import is_bound, is_one_step, is_started
 
 log = structlog.get_logger(__name__)
 
@@ -190,17 +191,21 @@ class Listing(Generic[T]):
 @dataclass
 class ClusterCache:
     """A cache of the whole cluster. `touched` is called with jobs that have changed and are to be reconciled again,
-    `pods_touched` with those of which a pod or a node under one has, `pool_changed` with pools."""
+    `pods_touched` with those of which a pod or a node under one has, `pods_started` with those of which a pod has come
+    one step further in its start, and `pool_changed` with pools."""
 
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
     pods_touched: Callable[[Key], None] = lambda job: None
+    pods_started: Callable[[Key], None] | None = None  # default: `pods_touched`
     node_rules: Rules = field(default_factory=lambda: DEFAULT_RULES)  # by which Nodes are read that announce their end
     node_changes: int = 0  # how often what nodes can hold has changed
     node_view_changes: int = 0  # how often anything of a node has
     own_writes: set[Key] = field(default_factory=set)  # jobs whose status this operator writes at this moment
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
     _sets: dict[Key, tuple[PodView, ...]] = field(default_factory=dict)  # `pods_of`, until a pod changes
+    _unbound: Counter[Key] = field(default_factory=Counter)  # pods of each job
+    _unstarted: Counter[Key] = field(default_factory=Counter)
     _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
 
     def __post_init__(self) -> None:
@@ -269,8 +274,27 @@ class ClusterCache:
             self._leave_node(old[1].node, (namespace, old[0]))
         if new is not None and new[1].node:
             self._pods_on[new[1].node][(namespace, new[0])] += 1
+        for side, change in ((old, -1), (new, 1)):
+            if side is not None:
+                self._count_starting((namespace, side[0]), side[1], change)
         for job in {side[0] for side in (old, new) if side is not None and old != new}:
-            self.pods_touched((namespace, job))
+            self._pick_touch((namespace, job), old, new)((namespace, job))
+
+    def _count_starting(self, job: Key, pod: PodView, change: int) -> None:
+        for counter, is_over in ((self._unbound, is_bound), (self._unstarted, is_started)):
+            if not is_over(pod):
+                counter[job] += change
+                if not counter[job]:
+                    del counter[job]
+
+    def _pick_touch(
+        self, job: Key, old: tuple[str, PodView] | None, new: tuple[str, PodView] | None
+    ) -> Callable[[Key], None]:
+        if self.pods_started is None or (old is not None and new is not None and old[0] != new[0]):
+            return self.pods_touched
+        before, now = (side[1] if side is not None else None for side in (old, new))
+        one_step = is_one_step(before, now, self._unbound[job], self._unstarted[job])
+        return self.pods_started if one_step else self.pods_touched
 
     def _leave_node(self, node: str, job: Key) -> None:
         jobs = self._pods_on[node]

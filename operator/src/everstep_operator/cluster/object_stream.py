@@ -62,7 +62,7 @@ class ObjectStream:
         """Follow until cancelled."""
         failures = 0
         while True:
-            started = time.monotonic()
+            started, began_at = time.monotonic(), self.version
             self._life = asyncio.create_task(self._follow())
             try:
                 await asyncio.wait((self._life,))
@@ -71,9 +71,10 @@ class ObjectStream:
                     self._life.cancel()
                     await asyncio.wait((self._life,))
             error = None if self._life.cancelled() else self._life.exception()
-            # One that the server ends at once is a failure too, and would be asked for again and again.
-            steady = time.monotonic() - started > STEADY_SECONDS
-            failures = 0 if steady else failures + 1
+            # One that the server ends at once is a failure too, and would be asked for again and again. One that has
+            # told something is none: a server ends streams whose reader is busy for a moment.
+            told = error is None and self.version not in (None, began_at)
+            failures = 0 if told or time.monotonic() - started > STEADY_SECONDS else failures + 1
             if error is not None:
                 self._note_failure(error)
             await asyncio.sleep(self._compute_pause(failures, error))
