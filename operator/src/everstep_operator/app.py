@@ -54,6 +54,7 @@ DRAIN_SECONDS = 10.0
 REPORTED_FAILURES = 5  # failures in a row of which an event tells: about three seconds of them
 # Between two looks at a job for the sake of its pods: what a look costs grows with the pods, too.
 GAP_SECONDS_PER_POD, GAP_MAX_SECONDS = 0.00025, 0.25
+STEP_GAP_SECONDS = 1.0  # … of a pod in the middle of a start, or of another job that waits for the same nodes
 # The watch's list is over when it has told nothing for so long: after its last object, and where there is none.
 LISTED_SECONDS, STARTED_SECONDS = 0.5, 5.0
 
@@ -71,7 +72,7 @@ class Operator:
         rules = index_rules(rule.to_rule() for rule in settings.node_signals)
         self.cache = ClusterCache(
             touched=self.queue.add, pool_changed=self._requeue_jobs_of_pool, pods_touched=self._requeue_spaced,
-            pods_started=lambda job: self.queue.add_spaced(job, GAP_MAX_SECONDS),
+            pods_started=self._requeue_in_a_moment,
             node_rules=rules,
         )  # fmt: skip
         self.leaders = LeaderPoller(
@@ -81,7 +82,7 @@ class Operator:
             limit=open_file_limit.raise_open_file_limit(settings.leader_connections),
         )
         self.frozen = FrozenTemplates(client, operator_keys)
-        self.gangs = WaitingGangs(self.queue.add)
+        self.gangs = WaitingGangs(self._requeue_in_a_moment)
         budgets = DisruptionBudgets(client, enabled=settings.disruption_budget)
         actor = ActionExecutor(client, self.cache, self.leaders, agent, self.frozen, operator_keys, budgets)
         actor.requests = FairSemaphore(settings.parallel_creates)
@@ -246,6 +247,9 @@ class Operator:
     def _requeue_spaced(self, job: Key) -> None:
         """Requeue a job of which a pod has changed; of a large set many do within a moment, and one look sees all."""
         self.queue.add_spaced(job, min(GAP_MAX_SECONDS, self.cache.count_pods(job) * GAP_SECONDS_PER_POD))
+
+    def _requeue_in_a_moment(self, job: Key) -> None:
+        self.queue.add_spaced(job, STEP_GAP_SECONDS)
 
     def _requeue_jobs_of_pool(self, pool: str) -> None:
         """Requeue the jobs that may run in a pool which has changed."""
