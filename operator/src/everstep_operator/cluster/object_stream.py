@@ -56,13 +56,14 @@ class ObjectStream:
     max_pause: float = MAX_PAUSE_SECONDS
     version: int | None = None  # up to which everything was told; None: unknown, so a list has to come first
     _life: asyncio.Task[None] | None = None
+    _lines: int = 0  # that the present stream has told
     _logs: LogRateLimiter = field(default_factory=LogRateLimiter)
 
     async def run(self) -> None:
         """Follow until cancelled."""
         failures = 0
         while True:
-            started, began_at = time.monotonic(), self.version
+            started, self._lines = time.monotonic(), 0
             self._life = asyncio.create_task(self._follow())
             try:
                 await asyncio.wait((self._life,))
@@ -73,8 +74,12 @@ class ObjectStream:
             error = None if self._life.cancelled() else self._life.exception()
             # One that the server ends at once is a failure too, and would be asked for again and again. One that has
             # told something is none: a server ends streams whose reader is busy for a moment.
-            told = error is None and self.version not in (None, began_at)
+            told = error is None and self._lines > 0
             failures = 0 if told or time.monotonic() - started > STEADY_SECONDS else failures + 1
+            if error is None and not told:
+                # Not even a bookmark. Nor does a server say a word to who asks for what comes after a version that it
+                # has not reached, as after its data were restored from a backup.
+                self.version = None
             if error is not None:
                 self._note_failure(error)
             await asyncio.sleep(self._compute_pause(failures, error))
@@ -108,6 +113,7 @@ class ObjectStream:
         return self.client.watch(self.resource, self.place, version=version, labels=labels)
 
     def _take(self, line: bytes) -> None:
+        self._lines += 1
         event = decode_pod_event(line) if self.resource == PODS else json.loads(line)
         kind, raw = event["type"], event["object"]
         if kind == "ERROR":
