@@ -26,6 +26,7 @@ from everstep.pipeline.engine.agreement import (
 )
 from everstep.pipeline.engine.batchnorm import RunningStatistics
 from everstep.pipeline.engine.casts import forget_stale_casts, share_casts
+from everstep.pipeline.engine.checks import check_arguments
 from everstep.pipeline.engine.clipping import clip_gradients
 from everstep.pipeline.engine.losses import Loss, LossPart, Total, compute_loss
 from everstep.pipeline.engine.mail import P2PMessenger
@@ -37,15 +38,17 @@ from everstep.pipeline.engine.parameter_hooks import call_hooks
 from everstep.pipeline.engine.parameters import Parameters
 from everstep.pipeline.engine.rng import Random
 from everstep.pipeline.engine.scaling import LossScale, Scaled, scale_to_mean_loss
-from everstep.pipeline.engine.stage import Listen, Ran, RunnableStage, StageRunner, why_not_split
+from everstep.pipeline.engine.stage import Listen, Ran, RunnableStage, StageRunner
 from everstep.pipeline.engine.values import Gradients, Values
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.autocast import autocast_of, casting_to
 from everstep.pipeline.frontend.gradients import has_hooks, without_hooks
 from everstep.pipeline.graph import StageGraph
-from everstep.pipeline.schedules import Action, ActionKind, Limits, Rendezvous, Schedule, validate_schedule
+from everstep.pipeline.schedules import Action, ActionKind, Schedule
 from everstep.pipeline.schedules.flow import Flow
 from everstep.pipeline.transport.base import Transport, TransportError
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         self.transport, self.schedule, self.rank = transport, schedule, transport.rank
-        _check_arguments(stages, schedule, stage_graph, transport, options)
+        check_arguments(stages, schedule, stage_graph, transport, options)
         self._flow = flow = Flow(stage_graph, schedule.placement)
         transport.connect(flow.links)
         self._last = schedule.stages - 1
@@ -114,7 +117,7 @@ class Engine:
         }
         self._mail = P2PMessenger(transport, schedule.placement, options.ahead, options.dynamic)
         self._readers, self.reads = self._who_reads(stages)
-        self._plans: dict[tuple[int, bool, bool], tuple[tuple[Action, ...], frozenset[Action]]] = {}
+        self._plans: dict[tuple[int, bool, bool], tuple[tuple[Action, bool], ...]] = {}
         written = {name for stage in stages.values() for name in getattr(stage, "writes", ())}
         self._writes_weights = not written.isdisjoint(self.parameters.named)
         self._versions = 0  # of the weights, when low-precision copies of them were made
@@ -195,13 +198,13 @@ class Engine:
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
         self._cut(batch, targets, samples)
-        actions, overlapped = self._plan(len(self._sizes), reduce)
-        self._mail.begin(actions, signature)
+        actions = self._plan(len(self._sizes), reduce)
+        self._mail.begin([action for action, _ in actions], signature)
         self._values = Values(self._flow, self.rank)
         outputs: dict[int, Any] = {}  # a schedule may take micro-batches in any order
-        for action in actions:
+        for action, reduces in actions:
             self._mail.post_ahead()
-            listen = partial(self.parameters.reduction.listen, action.stage) if action in overlapped else None
+            listen = partial(self.parameters.reduction.listen, action.stage) if reduces else None
             self._do(action, outputs, listen)
             self.progress += 1
         self._mail.end()
@@ -363,19 +366,34 @@ class Engine:
 
     @contextlib.contextmanager
     def _around(self, index: int, microbatch: int, again: bool) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            self._statistics.begin(count=not again)
-            stack.callback(self._statistics.end)
-            drawing = self._random.of if self._training else self._random.of_evaluation
-            stack.enter_context(drawing(self._of_all(microbatch), self._stages[index].repeats, index))
-            if self.options.precision != "full":
-                known = None if self._writes_weights else self._versions
-                self._versions = forget_stale_casts(self.parameters.own, known)
-                kind = self.transport.device.type
-                stack.enter_context(casting_to(autocast_of(self.options.precision, kind), kind))
-            if self._training and index in self.options.offload:
-                stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.transport.device.type == "cuda"))
-            yield
+        drawing = self._random.of if self._training else self._random.of_evaluation
+        self._statistics.begin(count=not again)
+        try:
+            with (
+                drawing(self._of_all(microbatch), self._stages[index].repeats, index),
+                self._casting(),
+                self._offloading(index),
+            ):
+                yield
+        finally:
+            self._statistics.end()
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward: what the precision casts to."""
+        if self.options.precision == "full":
+            return _NOTHING
+        known = None if self._writes_weights else self._versions
+        self._versions = forget_stale_casts(self.parameters.own, known)
+        kind = self.transport.device.type
+        return casting_to(autocast_of(self.options.precision, kind), kind)
+
+    def _offloading(self, index: int) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward: where what its backward needs is kept."""
+        if not self._training or index not in self.options.offload:
+            return _NOTHING
+        pinned = self.transport.device.type == "cuda"
+        offloading: contextlib.AbstractContextManager[Any] = torch.autograd.graph.save_on_cpu(pin_memory=pinned)
+        return offloading
 
     @contextlib.contextmanager
     def aborting(self) -> Iterator[None]:
@@ -396,9 +414,9 @@ class Engine:
                 raise lost from error
             raise
 
-    def _plan(self, microbatches: int, reduce: bool) -> tuple[tuple[Action, ...], frozenset[Action]]:
-        """The actions of this rank, without those of micro-batches that a small batch does not have; which of them
-        begin to reduce gradients."""
+    def _plan(self, microbatches: int, reduce: bool) -> tuple[tuple[Action, bool], ...]:
+        """The actions of this rank, without those of micro-batches that a small batch does not have; of each, whether
+        it begins to reduce gradients."""
         key = microbatches, reduce, self._training
         if key not in self._plans:
             backward = {ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD}
@@ -409,7 +427,8 @@ class Engine:
                 and (reduce or action.kind not in (ActionKind.REDUCE, ActionKind.TIE))
                 and (self._training or (action.kind not in backward and not action.gradient))
             )
-            self._plans[key] = actions, last_backwards(actions)
+            last = last_backwards(actions)
+            self._plans[key] = tuple((action, action in last) for action in actions)
         return self._plans[key]
 
     def _who_reads(self, stages: Mapping[int, RunnableStage]) -> tuple[list[int], Reads]:
@@ -420,30 +439,3 @@ class Engine:
         marks[self.rank] = float(bool(mine.inputs) or mine.targets)
         self._sum(marks)
         return [rank for rank in range(self.transport.size) if marks[rank]], mine
-
-
-def _check_arguments(
-    stages: Mapping[int, RunnableStage],
-    schedule: Schedule,
-    graph: StageGraph,
-    transport: Transport,
-    options: EngineOptions,
-) -> None:
-    if len(schedule.ranks) != transport.size:
-        raise PipelineError(f"{schedule.name} is for {len(schedule.ranks)} ranks, there are {transport.size}")
-    if sorted(stages) != list(schedule.stages_of(transport.rank)):
-        raise PipelineError(
-            f"{schedule.name} has stages {list(schedule.stages_of(transport.rank))} on rank {transport.rank}, "
-            f"which was given {sorted(stages)}"
-        )
-    if (wrong := validate_schedule(schedule, graph, Rendezvous(), Limits(in_flight=options.in_flight))) is not None:
-        raise PipelineError(f"{schedule.name}: {wrong}")
-    reduced = {action.stage for action in schedule.ranks[transport.rank] if action.kind is ActionKind.REDUCE}
-    if transport.replicas > 1 and (lacking := sorted(stages.keys() - reduced)):
-        raise PipelineError(f"{schedule.name} does not reduce the gradients of stages {lacking} over the replicas")
-    for action in schedule.ranks[transport.rank]:
-        if action.kind is ActionKind.INPUT_GRAD and (why := why_not_split(stages[action.stage])) is not None:
-            raise PipelineError(
-                f"{schedule.name} splits the backward of stage {action.stage}, which cannot be split: "
-                f"{why}; leave the stage out of split="
-            )
