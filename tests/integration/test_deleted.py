@@ -12,8 +12,9 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.app import Operator
 from everstep_operator.cluster.cache import Key, resource_version
-from everstep_operator.cluster.resources import JOBS, PODS, ApiResource
-from tests.integration.inprocess import InjectedClient, operator
+from everstep_operator.cluster.client import ListPage
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
+from tests.integration.inprocess import InjectedClient, Simulation, operator
 from tests.integration.world import World, until
 
 
@@ -21,7 +22,7 @@ from tests.integration.world import World, until
 async def watching_operator(
     control_plane: ControlPlane, world: World, resource: ApiResource, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Operator, InjectedClient]]:
-    """An operator whose watch of `resource` has begun: it never tells of what was deleted before that."""
+    """An operator whose watch of `resource` has begun."""
     async with operator(control_plane.kubeconfig, world, resync_seconds=3600) as (made, client):
         heard, hear = set[ApiResource](), made.resync.note_event
 
@@ -32,15 +33,12 @@ async def watching_operator(
         monkeypatch.setattr(made.resync, "note_event", hearing)
         if resource == JOBS:
             await world.submit("first", suspend=True)
-        else:
-            container = {"name": "first", "image": "first"}
-            meta = {"name": "first", "labels": {"everstep.dev/job": "first"}}
-            await world.client.create(PODS, world.namespace, {"metadata": meta, "spec": {"containers": [container]}})
 
-        async def is_heard() -> bool:
-            return resource in heard
+        async def has_begun() -> bool:
+            # Streams of pods begin where the operator's list ends.
+            return resource in heard or (resource == PODS and made.resync.done_at is not None)
 
-        await until(is_heard, f"the watch of {resource.plural} has begun", 60)
+        await until(has_begun, f"the watch of {resource.plural} has begun", 60)
         await made.queue.idle()
         yield made, client
 
@@ -117,3 +115,43 @@ async def test_a_status_whose_answer_comes_after_the_jobs_deletion_leaves_no_job
             await answered.wait()
             await made.queue.idle()
         assert jobs.get(key) is None
+
+
+async def test_lists_that_leave_out_all_objects_once_lose_no_job(
+    control_plane: ControlPlane, still_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server whose cache is not filled yet answers so: with success, and nothing in it."""
+    world, key = still_world, (still_world.namespace, "digits")
+    left_out: set[str] = set()
+    async with (
+        operator(control_plane.kubeconfig, world, resync_seconds=600.0) as (made, client),
+        Simulation(world, "digits") as simulation,
+    ):
+        await world.submit("digits", numNodes=2)
+        await world.until_phase("digits", "Running")
+        before = await world.pods("digits")
+        listed = client.list
+
+        async def list_nothing_once(resource: ApiResource, *args: Any, **options: Any) -> AsyncIterator[ListPage]:
+            async for page in listed(resource, *args, **options):
+                if resource in (POOLS, PODS, JOBS, NODES) and resource.plural not in left_out:
+                    left_out.add(resource.plural)
+                    yield ListPage([], page.version)
+                    return
+                yield page
+
+        monkeypatch.setattr(client, "list", list_nothing_once)
+        made.resync.request_soon()
+
+        async def looks_after_it_again() -> bool:
+            leader = made.leaders.view(key, before[0]["metadata"]["uid"])
+            known = made.cache.jobs.get(key) is not None and len(made.cache.nodes) > 0
+            return len(left_out) == 4 and known and leader is not None and leader.reachable
+
+        await until(looks_after_it_again, "the job is known again")
+        simulation.finish.set()
+        status = await world.until_phase("digits", "Succeeded")
+        assert (status["epoch"], status["restarts"]["total"]) == (1, 0)
+        assert [pod["metadata"]["uid"] for pod in await world.pods("digits")] == [
+            pod["metadata"]["uid"] for pod in before
+        ]

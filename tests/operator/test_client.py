@@ -108,6 +108,23 @@ async def impatient(server: Server) -> AsyncIterator[Client]:
         yield client
 
 
+async def test_a_server_that_rejects_requests_for_their_number_slows_the_operator_down(
+    server: Server, client: Client
+) -> None:
+    times = []
+    client.throttled = lambda: times.append("slower")
+    server.script = [status(429, "TooManyRequests", headers={"Retry-After": "0"}), ok()]
+    assert await client.get(PODS, "ns", "digits-0") == POD
+    assert times == ["slower"]
+
+
+@pytest.mark.parametrize("text", ["ü", "\u2028", "\ud800 half of a pair", "\x00"])
+async def test_any_text_arrives(server: Server, client: Client, text: str) -> None:
+    server.script = [ok()]
+    await client.create(PODS, "ns", {"metadata": {"annotations": {"text": text}}})
+    assert server.seen[0][3] == {"metadata": {"annotations": {"text": text}}}
+
+
 async def test_a_body_arrives_as_it_was_written_with_the_token(server: Server, client: Client) -> None:
     server.script = [ok()]
     assert await client.create(PODS, "ns", POD) == POD
@@ -282,6 +299,15 @@ async def test_a_proxys_page_is_a_server_error(server: Server, client: Client) -
     server.script = [page]
     with pytest.raises(errors.ServerError):
         await client.get(PODS, "ns", "x")
+
+
+@pytest.mark.parametrize("said", [{"status": "ok"}, {"items": None, "metadata": {}}])
+async def test_what_is_no_list_does_not_tell_that_nothing_is_there(server: Server, client: Client, said: Any) -> None:
+    """A proxy says so, or a server that is no API server. All jobs and pods would count as gone."""
+    server.script = [ok(said)]
+    with pytest.raises(errors.ServerError, match="not a list of pods"):
+        async for _ in client.list(PODS):
+            pass
 
 
 async def test_a_delete_names_the_uid_and_finds_its_work_done(server: Server, client: Client) -> None:

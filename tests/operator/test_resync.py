@@ -30,7 +30,7 @@ class Server:
         self.version = 1
 
     async def list(
-        self, resource: Any, namespace: str | None, *, labels: str | None, metadata_only: bool = False
+        self, resource: Any, namespace: str | None, *, labels: str | None = None, metadata_only: bool = False, **_: Any
     ) -> AsyncIterator[ListPage]:
         assert metadata_only == (resource.plural == "configmaps")
         self.version += 1
@@ -52,18 +52,27 @@ def server() -> Any:
 
 @pytest.fixture
 def deaf() -> list[str]:
-    """Grows by one whenever the watch is taken for deaf."""
+    """Grows by the kinds whose watch is taken for deaf."""
     return []
 
 
 @pytest.fixture
 def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Resync:
     monkeypatch.setattr("everstep_operator.cluster.resync.EVENT_DELAY_SECONDS", 0.2)
+    monkeypatch.setattr("everstep_operator.cluster.comparison.CONFIRM_SECONDS", 0.01)
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     frozen, agent = FrozenTemplates(server, (b"",)), AgentCode(b"code")
     budgets = DisruptionBudgets(server, enabled=False)
     return Resync(
-        server, cache, frozen, agent, budgets, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None
+        server,
+        cache,
+        frozen,
+        agent,
+        budgets,
+        (),
+        300.0,
+        deaf=lambda kinds: deaf.extend(kind.plural for kind in kinds),
+        wake=lambda _: None,
     )
 
 
@@ -90,7 +99,7 @@ async def test_a_stream_that_has_gone_deaf_is_not_hidden_by_another_that_talks(
     server.there["pods"] = [pod()]
     asyncio.get_running_loop().call_later(0.05, resync.note_event, NODES)
     await resync.run_once()
-    assert deaf == ["deaf"]
+    assert deaf == ["pods"]
 
 
 async def test_an_event_that_comes_a_moment_after_the_list_tells_of_no_deafness(
@@ -107,6 +116,31 @@ def pod() -> Any:
     meta = {"name": "digits-0", "namespace": "default", "uid": "p", "creationTimestamp": "2026-01-01T12:00:00Z"}
     labels = {"everstep.dev/job": "digits", "everstep.dev/template": "1", "everstep.dev/index": "0"}
     return {"metadata": {**meta, "labels": labels, "resourceVersion": "1"}}
+
+
+async def test_what_one_list_leaves_out_is_not_taken_for_deleted(
+    resync: Resync, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job would be looked after no more until the next period."""
+    server.there = {"trainingjobs": [job().manifest()], "pods": [pod()]}
+    await resync.run_once()
+    listed, left_out = server.list, set[str]()
+
+    async def list_nothing_once(resource: Any, *args: Any, **options: Any) -> AsyncIterator[ListPage]:
+        async for page in listed(resource, *args, **options):
+            yield page if resource.plural in left_out else ListPage([], page.version)
+        left_out.add(resource.plural)
+
+    monkeypatch.setattr(server, "list", list_nothing_once)
+    woken: list[Any] = []
+    resync.wake = woken.append
+    await resync.run_once()
+    assert left_out >= {"trainingjobs", "pods"}
+    assert (len(resync.cache.jobs), len(resync.cache.pods), woken) == (1, 1, [("default", "digits")])
+    monkeypatch.setattr(server, "list", listed)
+    server.there = {}
+    await resync.run_once()
+    assert (len(resync.cache.jobs), len(resync.cache.pods)) == (0, 0), "two lists are believed"
 
 
 async def test_a_watched_namespace_that_is_gone_stops_no_other(

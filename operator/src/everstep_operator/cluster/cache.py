@@ -25,6 +25,7 @@ from everstep_operator.plan.labels import LABEL_JOB
 from everstep_operator.plan.node_signals import DEFAULT_RULES, Rules
 from everstep_operator.plan.node_view import NodeView, parse_node
 from everstep_operator.plan.observation import PodView, parse_pod
+from everstep_operator.plan.pod_progress import is_bound, is_one_step, is_started
 
 log = structlog.get_logger(__name__)
 
@@ -84,15 +85,22 @@ class ObjectCache(Generic[T]):
     def items(self) -> Iterator[tuple[Key, T]]:
         return ((key, entry.value) for key, entry in self._entries.items())
 
-    def put(self, raw: Mapping[str, Any]) -> bool:
-        """Store an object, unless a newer state of the name is known, or its deletion. Return True if anything
-        changed."""
+    def put(self, raw: Mapping[str, Any], listed_at: int = 0) -> bool:
+        """Store an object, unless a newer state of the name is known, or its deletion.
+
+        Args:
+            raw: The object, as the API server gave it.
+            listed_at: resourceVersion of the list that shows it; 0: it is of no list.
+
+        Returns:
+            True if anything changed.
+        """
         key, version = object_key(raw), resource_version(raw)
         uid = str((raw.get("metadata") or {}).get("uid") or "")
         old = self._entries.get(key)
         if old is not None and 0 < version <= old.version and not self._reads_differently(raw, version, old):
             return False
-        if self._tombstones.covers(uid, version):
+        if self._tombstones.covers(uid, version, listed_at):
             return False
         self.newest = max(self.newest, version)
         value = self._keep(raw)
@@ -114,7 +122,7 @@ class ObjectCache(Generic[T]):
         self._tombstones.discard(str((raw.get("metadata") or {}).get("uid") or ""))
         self.put(raw)
 
-    def remove(self, key: Key, uid: str, version: int = 0) -> bool:
+    def remove(self, key: Key, uid: str, version: int = 0, *, by_list: bool = False) -> bool:
         """Remove a deleted object, and leave a tombstone. A successor of the same name stays: its event may have come
         first.
 
@@ -122,11 +130,12 @@ class ObjectCache(Generic[T]):
             key: Namespace and name.
             uid: UID of the deleted object.
             version: resourceVersion at which it was gone. 0: unknown, and no state of it is believed any more.
+            by_list: Whether nothing tells of it but a list on which the object is not.
 
         Returns:
             True if it was there.
         """
-        self._tombstones.add(uid, version or NEVER_AGAIN)
+        self._tombstones.add(uid, version or NEVER_AGAIN, by_list=by_list)
         old = self._entries.get(key)
         if old is None or (uid and old.uid != uid):
             return False
@@ -169,13 +178,13 @@ class Listing(Generic[T]):
         key = object_key(raw)
         self._seen.add(key)
         try:
-            self.missed += self._store.put(raw)
+            self.missed += self._store.put(raw, self._version)
         except Exception:
             log.exception("an object that cannot be read", kind=self._store.kind, name="/".join(key))
 
-    def finish(self) -> int:
-        """Remove the objects whose deletion was never told, and return how many there were."""
-        missed = [
+    def find_missing(self) -> list[tuple[Key, str]]:
+        """Return the keys and UIDs of the objects whose deletion was never told, if the list tells the truth."""
+        return [
             (key, entry.uid)
             for key in self._store
             if key not in self._seen
@@ -184,20 +193,31 @@ class Listing(Generic[T]):
             and entry.version <= self._version
             and self._store.is_listed(entry.value)
         ]
-        return sum(self._store.remove(key, uid, self._version + 1) for key, uid in missed)
+
+    def finish(self) -> int:
+        """Remove the objects that are missing, and return how many there were."""
+        missing = self.find_missing()
+        return sum(self._store.remove(key, uid, self._version + 1, by_list=True) for key, uid in missing)
 
 
 @dataclass
 class ClusterCache:
-    """A cache of the whole cluster. `touched` is called with jobs to reconcile again, `pool_changed` with pools."""
+    """A cache of the whole cluster. `touched` is called with jobs that have changed and are to be reconciled again,
+    `pods_touched` with those of which a pod or a node under one has, `pods_started` with those of which a pod has come
+    one step further in its start, and `pool_changed` with pools."""
 
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
+    pods_touched: Callable[[Key], None] = lambda job: None
+    pods_started: Callable[[Key], None] | None = None  # default: `pods_touched`
     node_rules: Rules = field(default_factory=lambda: DEFAULT_RULES)  # by which Nodes are read that announce their end
     node_changes: int = 0  # how often what nodes can hold has changed
     node_view_changes: int = 0  # how often anything of a node has
     own_writes: set[Key] = field(default_factory=set)  # jobs whose status this operator writes at this moment
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
+    _sets: dict[Key, tuple[PodView, ...]] = field(default_factory=dict)  # `pods_of`, until a pod changes
+    _unbound: Counter[Key] = field(default_factory=Counter)  # pods of each job
+    _unstarted: Counter[Key] = field(default_factory=Counter)
     _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
 
     def __post_init__(self) -> None:
@@ -216,8 +236,14 @@ class ClusterCache:
 
     def pods_of(self, job: Key) -> tuple[PodView, ...]:
         """Return every pod with this job's label, whoever owns it."""
-        found = self._pods_of.get(job)
-        return tuple(found.values()) if found else ()
+        known = self._sets.get(job)
+        if known is None and (found := self._pods_of.get(job)):
+            known = self._sets[job] = tuple(found.values())
+        return known or ()
+
+    def count_pods(self, job: Key) -> int:
+        """Return how many pods have this job's label."""
+        return len(self._pods_of.get(job, ()))
 
     def jobs_on(self, node: str) -> tuple[Key, ...]:
         """Return the jobs with a pod that is bound to this node."""
@@ -247,7 +273,7 @@ class ClusterCache:
         if old != new:  # a kubelet writes its node's status every few minutes, to say nothing new
             self.node_view_changes += 1
             for job in self.jobs_on(key[1]):
-                self.touched(job)
+                self.pods_touched(job)
 
     def _pod_noticed(self, key: Key, old: tuple[str, PodView] | None, new: tuple[str, PodView] | None) -> None:
         namespace, name = key
@@ -255,12 +281,32 @@ class ClusterCache:
             self._forget_pod((namespace, old[0]), name)
         if new is not None:
             self._pods_of[(namespace, new[0])][name] = new[1]
+            self._sets.pop((namespace, new[0]), None)
         if old is not None and old[1].node:
             self._leave_node(old[1].node, (namespace, old[0]))
         if new is not None and new[1].node:
             self._pods_on[new[1].node][(namespace, new[0])] += 1
+        for side, change in ((old, -1), (new, 1)):
+            if side is not None:
+                self._count_starting((namespace, side[0]), side[1], change)
         for job in {side[0] for side in (old, new) if side is not None and old != new}:
-            self.touched((namespace, job))
+            self._pick_touch((namespace, job), old, new)((namespace, job))
+
+    def _count_starting(self, job: Key, pod: PodView, change: int) -> None:
+        for counter, is_over in ((self._unbound, is_bound), (self._unstarted, is_started)):
+            if not is_over(pod):
+                counter[job] += change
+                if not counter[job]:
+                    del counter[job]
+
+    def _pick_touch(
+        self, job: Key, old: tuple[str, PodView] | None, new: tuple[str, PodView] | None
+    ) -> Callable[[Key], None]:
+        if self.pods_started is None or (old is not None and new is not None and old[0] != new[0]):
+            return self.pods_touched
+        before, now = (side[1] if side is not None else None for side in (old, new))
+        one_step = is_one_step(before, now, self._unbound[job], self._unstarted[job])
+        return self.pods_started if one_step else self.pods_touched
 
     def _leave_node(self, node: str, job: Key) -> None:
         jobs = self._pods_on[node]
@@ -273,6 +319,7 @@ class ClusterCache:
     def _forget_pod(self, job: Key, name: str) -> None:
         pods = self._pods_of.get(job, {})
         pods.pop(name, None)
+        self._sets.pop(job, None)
         if not pods:
             self._pods_of.pop(job, None)
 
