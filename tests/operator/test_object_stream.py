@@ -321,7 +321,12 @@ async def test_no_server_is_asked_again_and_again_without_a_pause(
     pauses: list[float] = []
     stream = ObjectStream(site.client, PODS, None, site.cache.pods, site.receive, version=None if lists else 9)
     compute = stream._compute_pause
-    monkeypatch.setattr(stream, "_compute_pause", lambda *args: pauses.append(compute(*args)) or pauses[-1])
+
+    def note_pause(failures: int, error: BaseException | None) -> float:
+        pauses.append(compute(failures, error))
+        return pauses[-1]
+
+    monkeypatch.setattr(stream, "_compute_pause", note_pause)
     if lists:  # each takes as long as a steady stream
         compare = stream._compare
 
