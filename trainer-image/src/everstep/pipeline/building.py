@@ -70,6 +70,8 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         FixedModules(model, found.opened),
     )
     run.expect_idle(cut.idle)
+    run.follow_model(model, found.opened)
+    run.watch_targets(cut.loss)
     return run
 
 

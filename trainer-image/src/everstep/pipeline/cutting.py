@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
+from everstep.pipeline.counted_targets import CountedTargets
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.first_call import call_once
@@ -31,6 +32,7 @@ from everstep.pipeline.prepare import (
     with_full_backwards,
 )
 from everstep.pipeline.schedules import Schedule
+from everstep.pipeline.unsupported import refuse_frequencies
 
 _TARGETS = "targets:"  # beside the arguments, of which none has such a name
 
@@ -116,6 +118,7 @@ def _refuse_writes(terms: PipelineTerms, found: Traced | Tree, microbatches: int
     record = found.record
     terms.control.run_on_all_ranks(lambda: refuse_reads_of_statistics(record))
     if number > 1:
+        terms.control.run_on_all_ranks(lambda: refuse_frequencies(found.model))
         terms.control.run_on_all_ranks(lambda: refuse_writes(record, number))
 
 
@@ -219,4 +222,6 @@ def _check_cut(
             request.model, found, terms.example, request.targets, known, weight, unsplit_inputs, plan.profile.samples
         )
     )
-    return (FirstLook(loss, weight, times), ()) if known is None else (loss, idle)
+    if known is None:
+        return CountedTargets(FirstLook(loss, weight, times), weight), ()
+    return CountedTargets(loss, weight), idle

@@ -15,10 +15,10 @@ from torch import nn
 
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
-from everstep.pipeline.engine.script_draws import ScriptDraws
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.check import as_before
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.trace import attributes_kept
 
 _log = logging.getLogger("everstep.pipeline")

@@ -27,6 +27,7 @@ from everstep.pipeline.engine.agreement import (
 from everstep.pipeline.engine.batchnorm import RunningStatistics
 from everstep.pipeline.engine.casts import forget_stale_casts, share_casts
 from everstep.pipeline.engine.clipping import clip_gradients
+from everstep.pipeline.engine.fitting import require_fit
 from everstep.pipeline.engine.losses import Loss, LossPart, Total, compute_loss
 from everstep.pipeline.engine.mail import P2PMessenger
 from everstep.pipeline.engine.microbatch import Parts, compute_bounds, lend_targets, select_arguments, split_batch
@@ -37,13 +38,13 @@ from everstep.pipeline.engine.parameter_hooks import call_hooks
 from everstep.pipeline.engine.parameters import Parameters
 from everstep.pipeline.engine.rng import Random
 from everstep.pipeline.engine.scaling import LossScale, Scaled, scale_to_mean_loss
-from everstep.pipeline.engine.stage import Listen, Ran, RunnableStage, StageRunner, why_not_split
+from everstep.pipeline.engine.stage import Listen, Ran, RunnableStage, StageRunner
 from everstep.pipeline.engine.values import Gradients, Values
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.autocast import autocast_of, casting_to
 from everstep.pipeline.frontend.gradients import has_hooks, without_hooks
 from everstep.pipeline.graph import StageGraph
-from everstep.pipeline.schedules import Action, ActionKind, Limits, Rendezvous, Schedule, validate_schedule
+from everstep.pipeline.schedules import Action, ActionKind, Schedule
 from everstep.pipeline.schedules.flow import Flow
 from everstep.pipeline.transport.base import Transport, TransportError
 
@@ -87,7 +88,7 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         self.transport, self.schedule, self.rank = transport, schedule, transport.rank
-        _check_arguments(stages, schedule, stage_graph, transport, options)
+        require_fit(stages, schedule, stage_graph, transport, options)
         self._flow = flow = Flow(stage_graph, schedule.placement)
         transport.connect(flow.links)
         self._last = schedule.stages - 1
@@ -141,7 +142,7 @@ class Engine:
             with without_hooks(self.parameters.own), share_casts(is_wanted=self.options.precision != "full"):
                 self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
             self._batches = 0 if last else self._batches + 1
-            return self._finish() if last else StepResult(float("nan"), 0.0)
+            return self._finish() if last else self._hold()
 
     def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> StepResult:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
@@ -165,6 +166,12 @@ class Engine:
         """Continue where `state_dict` was taken."""
         self.steps = self._random.step = state["steps"]
         self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
+        self._batches = 0  # those of a step that was under way are dropped, with their gradients
+
+    @property
+    def is_adding_up(self) -> bool:
+        """Tell whether a step has begun that further batches are to end."""
+        return self._batches > 0
 
     def _require_open(self) -> None:
         if self._closed:
@@ -274,6 +281,12 @@ class Engine:
                 layout = self._mail.layout(edge.value, microbatch)
                 given[edge.value] = self._values.take_gradients(edge.value, microbatch, layout)
         return given
+
+    def _hold(self) -> StepResult:
+        """After a batch that does not end its step: one process would have updated its statistics by now."""
+        self._commit_statistics()
+        self.parameters.hold_gradients()
+        return StepResult(float("nan"), 0.0)
 
     def _finish(self) -> StepResult:
         self.parameters.reduction.finish()
@@ -420,30 +433,3 @@ class Engine:
         marks[self.rank] = float(bool(mine.inputs) or mine.targets)
         self._sum(marks)
         return [rank for rank in range(self.transport.size) if marks[rank]], mine
-
-
-def _check_arguments(
-    stages: Mapping[int, RunnableStage],
-    schedule: Schedule,
-    graph: StageGraph,
-    transport: Transport,
-    options: EngineOptions,
-) -> None:
-    if len(schedule.ranks) != transport.size:
-        raise PipelineError(f"{schedule.name} is for {len(schedule.ranks)} ranks, there are {transport.size}")
-    if sorted(stages) != list(schedule.stages_of(transport.rank)):
-        raise PipelineError(
-            f"{schedule.name} has stages {list(schedule.stages_of(transport.rank))} on rank {transport.rank}, "
-            f"which was given {sorted(stages)}"
-        )
-    if (wrong := validate_schedule(schedule, graph, Rendezvous(), Limits(in_flight=options.in_flight))) is not None:
-        raise PipelineError(f"{schedule.name}: {wrong}")
-    reduced = {action.stage for action in schedule.ranks[transport.rank] if action.kind is ActionKind.REDUCE}
-    if transport.replicas > 1 and (lacking := sorted(stages.keys() - reduced)):
-        raise PipelineError(f"{schedule.name} does not reduce the gradients of stages {lacking} over the replicas")
-    for action in schedule.ranks[transport.rank]:
-        if action.kind is ActionKind.INPUT_GRAD and (why := why_not_split(stages[action.stage])) is not None:
-            raise PipelineError(
-                f"{schedule.name} splits the backward of stage {action.stage}, which cannot be split: "
-                f"{why}; leave the stage out of split="
-            )
