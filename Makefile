@@ -13,6 +13,8 @@ UNIT = -m "$(NARROW)"
 # Workers of pytest: a core each. Tests start processes of their own, and eight workers of them fill 32 GB.
 CORES := $(shell nproc 2>/dev/null || echo 2)
 WORKERS ?= $(shell echo $$(( $(CORES) < 2 ? 2 : $(CORES) > 8 ? 8 : $(CORES) )))
+HALF = $(shell echo $$(( $(WORKERS) < 4 ? 2 : $(WORKERS) / 2 )))
+TIERS = $(MAKE) --no-print-directory --keep-going
 # Where compiled modules may not be kept, each process compiles a thousand of them anew: half of a run of the tests.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -24,8 +26,13 @@ help: ## this list
 demo: venv ## from nothing to a trained model on a cluster on this machine
 	UV=$(UV) $(RUN) python -m e2e.demo
 
+# The two tiers that wait in turn, for a store or an API server, run side by side, with half of the workers each.
 test: ## everything that must hold before a change lands; a tier that fails does not hide what the later ones say
-	$(MAKE) --no-print-directory --keep-going lint docs types test-unit test-torch test-integration test-e2e
+	+@status=0; \
+	$(TIERS) lint docs types test-unit || status=1; \
+	$(TIERS) -j 2 --output-sync=target WORKERS=$(HALF) test-torch test-integration || status=1; \
+	$(TIERS) test-e2e || status=1; \
+	exit $$status
 
 lint: venv ## style, import directions, names and sizes
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) lint-imports

@@ -33,7 +33,7 @@ class Row:
     unit: str
     target: float
     samples: dict[str, list[float]] = field(default_factory=dict)
-    absolute: bool = False  # the value itself is held against the target, there is no floor
+    absolute: bool = False  # the value itself is held against the target; a floor is only shown beside it
     strict: bool = False
     allowance: float = 0.0
 
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def floor(self) -> float | None:
-        return None if self.absolute else statistics.median(self.samples["floor"])
+        return None if "floor" not in self.samples else statistics.median(self.samples["floor"])
 
     @property
     def ratio(self) -> float:
@@ -51,11 +51,11 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        return self._holds(self.ratio)
+        return self._holds(self.value if self.absolute else self.ratio)
 
     def _holds(self, ratio: float) -> bool:
-        """Tell whether a ratio (of rows without a floor: a value) meets the target."""
-        if self.floor is not None and self.allowance:
+        """Tell whether a ratio (of absolute rows: a value) meets the target."""
+        if self.floor is not None and not self.absolute and self.allowance:
             return ratio * self.floor <= self.target * self.floor + self.allowance
         return ratio < self.target if self.strict else ratio <= self.target
 

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.indexed_job import IndexedJob
 from benchmarks.interval import Interval
 from benchmarks.measure import report
 from e2e import deploy
@@ -84,11 +85,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement, and its target in the unit."""
+    """A measurement, and its target in the unit; `floor` is the same fault under an Indexed Job."""
 
     target: float
     measure: Callable[[Site], float]
     unit: str = "s"
+    repeats: int = REPEATS
+    floor: Callable[[Site], float] | None = None
+    floors: int = REPEATS
 
 
 def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when none is named.")] = None) -> None:
@@ -111,8 +115,10 @@ def measured(names: list[str]) -> Iterator[Interval]:
         site = Site(cluster, namespace, store)
         for name in names:
             row = ROWS[name]
-            values = [row.measure(site) for _ in range(REPEATS)]
-            yield Interval(name, row.unit, row.target, {"ours": values}, absolute=True)
+            samples = {"ours": [row.measure(site) for _ in range(row.repeats)]}
+            if row.floor is not None:
+                samples["floor"] = [row.floor(site) for _ in range(row.floors)]
+            yield Interval(name, row.unit, row.target, samples, absolute=True)
 
 
 def crash_rank(site: Site) -> float:
@@ -124,6 +130,16 @@ def crash_rank(site: Site) -> float:
         return told["step 1.2"] - told["exit 1.1"] - told["imported 1.2"]
     finally:
         delete_job(site, name)
+
+
+def crash_rank_of_indexed_job(site: Site) -> float:
+    """Return the same for an Indexed Job, whose state comes from the store."""
+    job = IndexedJob(site.cluster, site.namespace, site.store)
+    try:
+        job.start(1, 1_000_000_000, {}, crash=25, memory="6Gi")
+        return job.wait_for_step(job.find_exit) - job.read_imports()
+    finally:
+        job.delete()
 
 
 def delete_pod(site: Site) -> float:
@@ -140,6 +156,19 @@ def delete_pod(site: Site) -> float:
         delete_job(site, name)
 
 
+def delete_pod_of_indexed_job(site: Site) -> float:
+    """Return the same for an Indexed Job, both of whose ranks start anew from the store."""
+    job = IndexedJob(site.cluster, site.namespace, site.store)
+    try:
+        job.start(2, 64_000_000, {})
+        began = time.time()
+        pod = job.pods()[1]["metadata"]["name"]
+        site.cluster.kubectl("delete", "pod", "-n", site.namespace, pod, "--grace-period=1", "--wait=false")
+        return job.wait_for_step(lambda: began)
+    finally:
+        job.delete()
+
+
 def kill_node(site: Site) -> float:
     """Return the seconds from the loss of a node's power to the next step; pod 0 is elsewhere."""
     return _kill_node_of(site, 1, "1.2")
@@ -148,6 +177,23 @@ def kill_node(site: Site) -> float:
 def kill_node_of_leader(site: Site) -> float:
     """Return the seconds from the loss of the power of pod 0's node to the next step."""
     return _kill_node_of(site, 0, "2.1")
+
+
+def kill_node_of_indexed_job(site: Site, index: int) -> float:
+    """Return the seconds from the loss of the power of the node of an Indexed Job's pod to the next step."""
+    job = IndexedJob(site.cluster, site.namespace, site.store)
+    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"indexed": job.name}}}
+    node = ""
+    try:
+        job.start(2, 64_000_000, {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}})
+        node = str(job.pods()[index]["spec"]["nodeName"])
+        began = time.time()
+        backend.faulty().kill_node(node)
+        return job.wait_for_step(lambda: began)
+    finally:
+        if node:
+            backend.faulty().restart_node(node)
+        job.delete()
 
 
 def _kill_node_of(site: Site, index: int, attempt: str) -> float:
@@ -352,15 +398,16 @@ def delete_job(site: Site, name: str) -> None:
 
 
 ROWS = {
-    "rank-crash-memory": Row(3.0, crash_rank),
-    "pod-deleted-peer": Row(20.0, delete_pod),
-    "memory-of-limit": Row(1.0, measure_memory, unit="×"),
+    "rank-crash-memory": Row(3.0, crash_rank, floor=crash_rank_of_indexed_job),
+    "pod-deleted-peer": Row(20.0, delete_pod, floor=delete_pod_of_indexed_job),
+    "memory-of-limit": Row(1.0, measure_memory, unit="×", repeats=1),
     "spot-notice": Row(3.0, notice_spot_node),
     "kubelet-restart": Row(3.0, restart_kubelet),
     "operator-killed": Row(3.0, kill_operator),
     "api-server-down": Row(3.0, take_api_server_away),
-    "node-killed": Row(45.0, kill_node),
-    "node-killed-leader": Row(45.0, kill_node_of_leader),
+    # Each repeat of the floor takes six minutes.
+    "node-killed": Row(45.0, kill_node, floor=partial(kill_node_of_indexed_job, index=1), floors=1),
+    "node-killed-leader": Row(45.0, kill_node_of_leader, floor=partial(kill_node_of_indexed_job, index=0), floors=1),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,8 +15,9 @@ FINISHED = ("Succeeded", "Failed")
 
 @dataclass
 class Life:
-    """One pod object; `until` is the time of the request that removed it, and `forced` whether that may have left its
-    processes running: the object was bound to a node, had not finished, and it was not its kubelet that removed it."""
+    """One pod object; `until` is the time of the request that removed it, `remover` who made that, and `forced` whether
+    it may have left its processes running: the object was bound to a node, had not finished, and it was not its kubelet
+    that removed it."""
 
     job: str
     index: str
@@ -25,6 +26,8 @@ class Life:
     since: str
     until: str | None = None
     forced: bool = False
+    node: str = ""
+    remover: str = ""
 
 
 def lives(log: Iterable[str], namespace: str) -> list[Life]:
@@ -38,11 +41,13 @@ def lives(log: Iterable[str], namespace: str) -> list[Life]:
         if event["verb"] == "create" and JOB in labels:
             found[uid] = Life(labels[JOB], labels[INDEX], metadata["name"], uid, event["stageTimestamp"])
         elif event["verb"] == "delete" and uid in found and metadata.get("deletionGracePeriodSeconds") == 0:
-            found[uid].until = event["stageTimestamp"]
-            found[uid].forced = (
-                bool(pod["spec"].get("nodeName"))
+            life = found[uid]
+            life.until, life.remover = event["stageTimestamp"], event["user"]["username"]
+            life.node = pod["spec"].get("nodeName", "")
+            life.forced = (
+                bool(life.node)
                 and pod["status"].get("phase") not in FINISHED
-                and not event["user"]["username"].startswith("system:node:")
+                and not life.remover.startswith("system:node:")
             )
     return list(found.values())
 
@@ -61,10 +66,27 @@ def two_at_once(found: Iterable[Life]) -> list[str]:
     return wrong
 
 
+def two_by_operator(log: Iterable[str], namespace: str, operator: str, broken: Collection[str]) -> list[str]:
+    """Return the indices in this namespace that had two live pods by the operator's doing.
+
+    Args:
+        log: The lines of the audit log.
+        namespace: The namespace of the jobs.
+        operator: The user name with which the operator asks.
+        broken: The nodes that were broken on purpose, whose pods the operator may remove without their kubelets' word.
+    """
+    found = lives(log, namespace)
+    for life in found:
+        life.forced &= life.remover == operator and life.node not in broken
+    return two_at_once(found)
+
+
 def _about_pods(log: Iterable[str], namespace: str) -> Iterator[dict[str, Any]]:
     for line in log:
         if not line.endswith("\n"):
             return  # being written
+        if namespace not in line:
+            continue
         event = json.loads(line)
         target = event.get("objectRef", {})
         if target.get("resource") != "pods" or target.get("namespace") != namespace or target.get("subresource"):

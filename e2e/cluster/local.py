@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 from e2e.cluster import binaries, cgroups, dns, golden, gpu, host, network, packages
 from e2e.cluster.controlplane import ControlPlane
@@ -28,7 +29,13 @@ LOCK = "cluster"
 
 
 class LocalCluster:
-    """The one cluster whose state is in ``folder``; every method works from any process."""
+    """The one cluster whose state is in ``folder``; every method works from any process.
+
+    Attributes:
+        broken: The nodes that this process has ever killed, frozen, cut off or restarted.
+    """
+
+    broken: ClassVar[set[str]] = set()
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or cluster_dir()
@@ -132,10 +139,12 @@ class LocalCluster:
 
     def kill_node(self, name: str) -> None:
         """Cut a node's power; Kubernetes calls it NotReady 50 s later."""
+        self.broken.add(name)
         self.node(name).kill()
 
     def freeze_node(self, name: str) -> None:
         """Stop every process of a node, daemons and containers, until ``thaw_node``."""
+        self.broken.add(name)
         self.node(name).freeze()
 
     def thaw_node(self, name: str) -> None:
@@ -143,6 +152,7 @@ class LocalCluster:
 
     def partition_node(self, name: str) -> None:
         """Cut a node off the network, until ``heal_node``; its pods go on running."""
+        self.broken.add(name)
         self.node(name).partition()
 
     def heal_node(self, name: str) -> None:
@@ -150,6 +160,7 @@ class LocalCluster:
 
     def restart_node(self, name: str) -> None:
         """Switch a node off and on; returns when it is Ready with its GPUs, and with every image loaded so far."""
+        self.broken.add(name)
         node = self.node(name)
         node.stop()
         if node.missing_images():

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from e2e import deploy
+from e2e.cluster import backend
+from e2e.cluster.local import LocalCluster
 from e2e.harness import PATIENCE, Cluster, Object, python, training_job
+from e2e.lives import two_by_operator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,8 +68,18 @@ def gangs(cluster: Cluster) -> Iterator[str]:
 def namespace(cluster: Cluster) -> Iterator[str]:
     with cluster.namespace() as name:
         yield name
+        _assert_no_index_had_two_pods(name)
     # What one scenario has done to pods shall not keep the next one's from a third of the cluster.
     cluster.kubectl("delete", "configmap", "-n", deploy.SYSTEM, "everstep-node-failures", "--ignore-not-found")
+
+
+def _assert_no_index_had_two_pods(namespace: str) -> None:
+    """Assert of each scenario, whatever it broke, what the API server's audit log tells of the operator's deeds."""
+    cluster = backend.choose()
+    if not isinstance(cluster, LocalCluster):
+        return  # another kind keeps no such log
+    with cluster.control.audit_log.open() as log:
+        assert not two_by_operator(log, namespace, f"system:serviceaccount:{deploy.SYSTEM}:everstep", cluster.broken)
 
 
 @pytest.fixture

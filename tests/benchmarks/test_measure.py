@@ -43,6 +43,15 @@ def test_an_absolute_row_has_no_floor() -> None:
     assert row.passed
 
 
+def test_a_floor_beside_an_absolute_row_is_shown_and_not_held_against_it() -> None:
+    slow = {"ours": [40.0], "floor": [20.0]}
+    assert Row("x", "s", 45, slow, absolute=True).passed
+    row = Interval("x", "s", 45, slow, absolute=True)
+    assert row.passed
+    assert (row.floor, row.ratio) == (20.0, 2.0)
+    assert not Row("x", "s", 35, {"ours": [40.0], "floor": [400.0]}, absolute=True).passed
+
+
 def test_arms_alternate_and_the_first_round_is_not_counted() -> None:
     order: list[str] = []
     row = Row("x", "s", 1.0)

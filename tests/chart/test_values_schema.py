@@ -28,6 +28,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         ({"watchNamespaces": "team-a"}, "watchNamespaces"),
         ({"watchNamespaces": ["Team_A"]}, "watchNamespaces"),
         ({"nodeLostSeconds": "15s"}, "nodeLostSeconds"),
+        ({"outOfServiceTaint": True, "nodeSilenceSeconds": 0}, "nodeSilenceSeconds is 0"),
         ({"nodeSignals": [{"taint": "a/b", "reason": "Weather"}]}, "reason"),
         ({"nodeSignals": [{"reason": "ScaleDown"}]}, "nodeSignals"),
         ({"jobPods": {"allowedHostFields": ["hostEverything"]}}, "allowedHostFields"),

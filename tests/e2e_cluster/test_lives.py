@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from e2e.lives import lives, two_at_once
+from e2e.lives import lives, two_at_once, two_by_operator
 
 NODE, OPERATOR = "system:node:node-1", "system:serviceaccount:everstep-system:everstep"
 
@@ -52,6 +52,16 @@ def test_a_forced_removal_may_leave_processes_behind() -> None:
     forced = line("delete", "a", 2, grace=0)
     assert wrong(line("create", "a", 1), forced, line("create", "b", 3))
     assert not wrong(line("create", "a", 1), forced), "nothing came after it"
+
+
+def test_the_operator_may_force_a_removal_on_a_broken_node_only() -> None:
+    log = line("create", "a", 1), line("delete", "a", 2, grace=0), line("create", "b", 3)
+    assert two_by_operator(log, "ns", OPERATOR, set())
+    assert not two_by_operator(log, "ns", OPERATOR, {"node-1"})
+    by_user = line("create", "a", 1), line("delete", "a", 2, grace=0, user="admin"), line("create", "b", 3)
+    assert not two_by_operator(by_user, "ns", OPERATOR, set())
+    early = line("create", "a", 1), line("create", "b", 3), line("delete", "a", 4, grace=0, user=NODE)
+    assert two_by_operator(early, "ns", OPERATOR, {"node-1"}), "also on a broken node"
 
 
 def test_what_made_nothing_does_not_count() -> None:

@@ -15,13 +15,14 @@ import pytest_asyncio
 from everstep.agent.wire.auth import job_token
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject
+from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject, check_ownership
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache
 from everstep_operator.cluster.client import ListPage
 from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
+from everstep_operator.cluster.resources import PODS
 from everstep_operator.cluster.server_clock import ServerClock
 from everstep_operator.plan import template
 from everstep_operator.plan.actions import (
@@ -365,3 +366,15 @@ async def test_a_budget_that_admission_rejects_stops_nothing(actor: ActionExecut
     await actor.budgets.refresh([None])
     assert await actor.execute(JOB, [EnsureBudget(BUDGET)]) == (None, None)
     assert actor.budgets.find(JOB.key) is not None
+
+
+@pytest.mark.parametrize(
+    ("api_version", "expected"),
+    [("everstep.dev/v1alpha1", StaleObject), ("sagemaker.services.k8s.aws/v1alpha1", errors.NotOurs)],
+)
+def test_a_job_of_another_group_is_no_former_job_of_this_name(api_version: str, expected: type[Exception]) -> None:
+    """Its objects are not about to be collected: whoever waits for that is not told why."""
+    owner = {"apiVersion": api_version, "kind": "TrainingJob", "name": JOB.name, "uid": "other", "controller": True}
+    found = {"metadata": {"name": "digits-0", "uid": "u1", "ownerReferences": [owner]}}
+    with pytest.raises(expected):
+        check_ownership(PODS, JOB, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,15 @@ async def test_a_proxy_is_passed_by_where_the_environment_says_so(
     assert find_proxy("http://10.0.0.2:443") is not None
 
 
+async def test_a_network_in_no_proxy_is_passed_by(proxy: list[web.Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As clusters write the addresses of their services; the API server of a pod is one of these."""
+    monkeypatch.setenv("no_proxy", "localhost,10.96.0.0/12, fd00::/8,x/y")
+    assert find_proxy("http://10.96.0.1:443") is None
+    assert find_proxy("http://[fd00::1]:443") is None
+    assert find_proxy("http://10.1.0.1:443") is not None
+    assert find_proxy(FAR) is not None
+
+
 async def test_each_request_has_the_token_of_its_time(proxy: list[web.Request]) -> None:
     configuration = Configuration(host=FAR)
     async with open_api_session(configuration) as session:
@@ -63,11 +73,10 @@ async def test_each_request_has_the_token_of_its_time(proxy: list[web.Request]) 
     assert [request.headers["Authorization"] for request in proxy] == ["Bearer first", "Bearer second"]
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
-async def test_the_name_in_the_certificate_may_be_another_than_the_address(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    authority.create()
-    pair = authority.issue("server", "/CN=api", ["DNS:api.internal"])
+@asynccontextmanager
+async def serve(authority: Authority, name: str) -> AsyncIterator[TestServer]:
+    """Serve with a certificate of an authority for a name."""
+    pair = authority.issue("server", "/CN=api", [name])
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(pair.certificate, pair.key)
 
@@ -78,7 +87,26 @@ async def test_the_name_in_the_certificate_may_be_another_than_the_address(tmp_p
     application.router.add_get("/version", handle)
     server = TestServer(application, scheme="https")
     await server.start_server(ssl=context)
-    try:
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    return make_authority(tmp_path / "first")
+
+
+def make_authority(folder: Path) -> Authority:
+    folder.mkdir()
+    made = Authority(folder)
+    made.create()
+    return made
+
+
+async def test_the_name_in_the_certificate_may_be_another_than_the_address(authority: Authority) -> None:
+    async with serve(authority, "DNS:api.internal") as server:
         configuration = Configuration(host=str(server.make_url("")), ssl_ca_cert=str(authority.own.certificate))
         async with open_api_session(configuration) as session:
             with pytest.raises(ClientConnectorCertificateError):
@@ -86,5 +114,21 @@ async def test_the_name_in_the_certificate_may_be_another_than_the_address(tmp_p
             configuration.tls_server_name = "api.internal"
             async with session.get(server.make_url("/version")) as answer:
                 assert answer.status == 200
-    finally:
-        await server.close()
+
+
+async def test_an_authority_that_is_replaced_in_its_file_is_believed_without_a_restart(
+    authority: Authority, tmp_path: Path
+) -> None:
+    second = make_authority(tmp_path / "second")
+    file = tmp_path / "ca.crt"
+    shutil.copy(authority.own.certificate, file)
+    configuration = Configuration(ssl_ca_cert=str(file))
+    async with open_api_session(configuration) as session:
+        async with serve(authority, "IP:127.0.0.1") as server, session.get(server.make_url("/version")) as answer:
+            assert answer.status == 200
+        async with serve(second, "IP:127.0.0.1") as server:
+            with pytest.raises(ClientConnectorCertificateError):
+                await session.get(server.make_url("/version"))
+            shutil.copy(second.own.certificate, file)
+            async with session.get(server.make_url("/version")) as answer:
+                assert answer.status == 200

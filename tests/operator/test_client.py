@@ -126,6 +126,13 @@ async def test_a_read_is_repeated(server: Server, impatient: Client, trouble: An
     assert len(server.seen) in (2, 3)
 
 
+async def test_no_token_follows_a_redirect(server: Server, client: Client) -> None:
+    server.script = [status(307, headers={"Location": "/elsewhere"}), ok()]
+    with pytest.raises(errors.ApiError, match="307"):
+        await client.get(PODS, "ns", "digits-0")
+    assert len(server.seen) == 1
+
+
 @pytest.mark.parametrize("trouble", [reset, hang, half])
 async def test_a_create_whose_result_is_unknown_is_not_repeated(
     server: Server, impatient: Client, trouble: Answer

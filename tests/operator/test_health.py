@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from everstep_operator import public_server
+from everstep_operator import health, public_server
 from everstep_operator.health import HealthServers
 from tests.integration.world import until
 
@@ -89,6 +90,56 @@ async def test_strangers_that_stay_keep_no_probe_away(said: bytes, monkeypatch: 
         for stranger in strangers:
             stranger.close()
         await servers.stop()
+
+
+async def test_strangers_that_take_nothing_of_an_answer_keep_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that a transport's buffer held was taken for sent, and the file stayed open for as long as they did."""
+    monkeypatch.setattr(public_server, "SECONDS", 1.0)
+    answer = public_server.PublicAnswer(200, b"everstep_jobs 1\n" * 3750)  # as long as the metrics of an operator
+    server = public_server.PublicServer({"/metrics": lambda: answer})
+    port = await server.start(socket.create_server(("127.0.0.1", 0)))
+    before, strangers = _count_files(), []
+    try:
+        for _ in range(3 * public_server.MAX_CONNECTIONS):
+            stranger = socket.socket()
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 88)  # else the kernel takes it all at once
+            stranger.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(stranger, ("127.0.0.1", port))
+            stranger.send(b"GET /metrics HTTP/1.1\r\n\r\n")
+            strangers.append(stranger)
+
+        async def are_dropped() -> bool:
+            return _count_files() - before == len(strangers)  # their own ends
+
+        await until(are_dropped, "the server has closed all of its ends")
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        await server.stop()
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(3600.0, 1), (0.0, 5)])
+async def test_who_asks_for_metrics_again_and_again_gets_the_same_for_a_while(
+    seconds: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any pod may ask. To render them for each that does so kept the event loop busy with nothing else."""
+    monkeypatch.setattr(health, "RENDER_SECONDS", seconds)
+    measured: list[None] = []
+    servers = HealthServers(lambda: None, lambda: None, lambda: measured.append(None))
+    await servers.start("127.0.0.1", 0, 0)
+    try:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(5):
+                async with session.get(f"http://127.0.0.1:{servers.metrics_port}/metrics") as answer:
+                    assert "everstep_" in await answer.text()
+    finally:
+        await servers.stop()
+    assert len(measured) == times
+
+
+def _count_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import pytest
 
+from everstep_operator.plan.actions import CreatePods
+from everstep_operator.plan.observation import INIT_FAILED, ContainerEnd
 from tests.builders import job
 from tests.plan.world import World
 
@@ -152,6 +157,33 @@ def test_of_plain_pods_that_fail_in_one_second_the_code_that_has_a_rule_decides(
     world.reconcile()
     assert world.phase == "Failed"
     assert world.status.transitions[-1].reason == "FatalExitCode"
+
+
+def test_an_init_container_of_a_plain_pod_is_not_the_applications_fault() -> None:
+    """Its exit code is not the program's, which has not run."""
+    plain = job().nodes(2).plain().restart(application=0, onExitCodes=rules(([42], "Fail"))).build()
+    world = World(plain)
+    made_at: list[float] = []
+    for _ in range(40):
+        world.tick()
+        made = world.reconcile()
+        made_at += [world.now for action in made.actions if isinstance(action, CreatePods)]
+        if len(made_at) > 3:
+            break
+        for name, pod in world.pods.items():
+            if pod.index == 1 and pod.scheduled and pod.live:
+                end = ContainerEnd(42, None, INIT_FAILED, "init container fetch failed: no bucket", world.now)
+                world.pods[name] = dataclasses.replace(pod, ended=end, phase="Failed")
+    restarts = world.status.restarts
+    assert (restarts.application, restarts.infrastructure) == (0, restarts.total)
+    assert restarts.total >= 3
+    assert {charge.reason for charge in restarts.charges} == {"StartFailed"}
+    assert world.status.last_failure is not None
+    assert "no bucket" in world.status.last_failure.message
+    pauses = [after - before for before, after in itertools.pairwise(made_at)]
+    assert pauses == sorted(pauses), "each one waits longer"
+    assert pauses[-1] > pauses[0]
+    world.run("Running")
 
 
 def test_without_a_reset_only_the_window_counts_and_nothing_is_kept_for_it() -> None:

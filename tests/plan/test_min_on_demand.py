@@ -55,6 +55,21 @@ def test_pods_begin_with_those_on_demand(least: int, placed: list[str]) -> None:
     assert [{"spot": "spot", "demand": "on-demand"}[name] for name in placed] == labels
 
 
+def test_crds_that_lose_the_field_under_a_running_job_stop_nothing() -> None:
+    """Somebody installs older ones: the API server drops the field of what it reads, and nobody has edited the job."""
+    world = PooledWorld(built(1).build(), {"spot": 9, "demand": 9}).run("Running")
+    before = dict(world.pods)
+    spec = world.job.spec
+    world.job = world.job.model_copy(update={"spec": spec.model_copy(update={"min_on_demand": 0})})
+    pass_time(world, 60)
+    assert world.phase == "Running"
+    assert world.pods.keys() == before.keys()
+    assert {pod.uid for pod in world.pods.values()} == {pod.uid for pod in before.values()}
+    world.job = world.job.model_copy(update={"spec": spec})
+    pass_time(world, 60)
+    assert {pod.uid for pod in world.pods.values()} == {pod.uid for pod in before.values()}
+
+
 def build_pod_labels(world: PooledWorld, index: int) -> str:
     frozen = world.observe().frozen
     assert frozen is not None

@@ -176,6 +176,25 @@ def test_what_the_template_names_may_come_later_than_the_job(said: str) -> None:
     world.run("Running")
 
 
+def test_a_policy_whose_parameters_come_later_than_the_job_is_waited_for() -> None:
+    """The API server denies for it with 422, as if the pod were invalid."""
+    said = (
+        "pods \"digits-0\" is forbidden: ValidatingAdmissionPolicy 'limits' with binding 'limits' denied request: "
+        "failed to configure binding: no params found for policy binding with `Deny` parameterNotFoundAction"
+    )
+    world = World(job().nodes(2).build())
+    world.refuse = lambda action: Rejection(action, "Invalid", said) if isinstance(action, DryRun) else None
+    for _ in range(2):
+        world.reconcile()
+    stalled = world.status.condition(ConditionType.STALLED)
+    assert world.phase == "Pending"
+    assert stalled is not None
+    assert (stalled.status, stalled.reason, stalled.message) == ("True", "AdmissionRejected", said)
+    world.refuse = lambda _: None
+    world.now += 31
+    world.run("Running")
+
+
 def test_a_job_in_a_new_namespace_does_not_wait_long_for_its_service_account() -> None:
     """Applied together, as many tools do; the account is there a moment later."""
     said = (

@@ -97,6 +97,19 @@ def test_a_conditions_time_changes_with_its_status_only() -> None:
     assert ready.last_transition_time > before.last_transition_time
 
 
+def test_an_end_that_somebody_has_written_does_not_stay_while_the_job_goes_on() -> None:
+    """`kubectl wait --for=condition=Failed` would be over, and tools would take the job for failed ever after."""
+    world = World(job().build()).run("Running")
+    ready = world.status.conditions[0]
+    told = [ready.model_copy(update={"type": each}) for each in (ConditionType.COMPLETE, ConditionType.FAILED)]
+    status = world.status.model_copy(update={"conditions": [*told, *world.status.conditions]})
+    world.job = world.job.model_copy(update={"status": status})
+    world.reconcile()
+    assert world.status.condition(ConditionType.FAILED) is None
+    assert world.status.condition(ConditionType.COMPLETE) is None
+    assert world.status.is_true(ConditionType.READY)
+
+
 def test_kstatus_reads_the_job() -> None:
     world = World(job().build())
     world.reconcile()

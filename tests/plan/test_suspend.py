@@ -9,7 +9,9 @@ import pytest
 
 from everstep_operator.api.job import Timeouts, TrainingJob, TrainingJobSpec
 from everstep_operator.api.status import ConditionType
-from everstep_operator.plan.actions import CreatePods, DeleteStaleObjects
+from everstep_operator.plan import make_plan
+from everstep_operator.plan.actions import CreatePods, DeletePods, DeleteStaleObjects
+from everstep_operator.plan.observation import Rejection
 from tests.builders import job
 from tests.plan.world import World
 
@@ -26,6 +28,36 @@ def test_a_suspended_job_gives_everything_back() -> None:
     assert world.status.is_true(ConditionType.SUSPENDED)
     assert world.status.nodes == 0
     assert DeleteStaleObjects(2) in made.actions
+
+
+def test_a_suspension_whose_deletions_a_policy_denies_says_so_until_they_are_allowed() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.edit(suspend=True)
+    (deletion,) = [a for a in make_plan(world.observe(), world.now).actions if isinstance(a, DeletePods)]
+
+    def carry_out(rejection: Rejection | None) -> list[DeletePods]:
+        made = make_plan(world.observe(rejection=rejection), world.now)
+        if made.changed and made.status is not None:
+            world._write(made.status)
+        return [a for a in made.actions if isinstance(a, DeletePods)]
+
+    carry_out(None)
+    carry_out(Rejection(deletion, "Forbidden", "pods are precious"))
+    stalled = world.status.condition(ConditionType.STALLED)
+    assert world.phase == "Stopping"
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "Suspended")
+    assert "pods are precious" in stalled.message
+    writes = len(world.statuses)
+    assert carry_out(None), "it is tried again"
+    carry_out(Rejection(deletion, "Forbidden", "pods are precious"))
+    assert len(world.statuses) == writes, "which changes nothing"
+    world.reconcile()
+    world.reconcile()
+    assert not world.status.is_true(ConditionType.STALLED)
+    world.bury()
+    world.reconcile()
+    assert world.phase == "Suspended"
 
 
 def test_a_failure_after_a_resume_that_waits_is_no_end_though_the_cache_is_behind() -> None:

@@ -1,5 +1,8 @@
 {{- /* Environment of the operator; the names are those of everstep_operator/settings.py. */ -}}
 {{- define "everstep.settings" -}}
+{{- if and .Values.outOfServiceTaint (not .Values.nodeSilenceSeconds) -}}
+{{- fail "outOfServiceTaint is true and nodeSilenceSeconds is 0: only nodes that are found dead by their silence are tainted. Set nodeSilenceSeconds to 15 or more, or outOfServiceTaint to false" -}}
+{{- end -}}
 {{- /* An empty variable is an absent one, which means the default. A comma is a list of none. */ -}}
 EVERSTEP_WATCH_NAMESPACES: {{ join "," .Values.watchNamespaces | quote }}
 EVERSTEP_CLUSTER_DOMAIN: {{ .Values.clusterDomain | quote }}

@@ -8,6 +8,7 @@ them, and `metrics_port: -1` leaves the second out. What acts (the agents' port)
 from __future__ import annotations
 
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from everstep_operator import metrics
 from everstep_operator.public_server import PublicAnswer, PublicServer
 
+RENDER_SECONDS = 1.0  # metrics take ten milliseconds of the event loop: whoever asks more often gets the same again
+
 HealthCheck = Callable[[], str | None]  # what is wrong, or None
 
 
 @dataclass
 class HealthServers:
-    """`alive` and `ready` say what is wrong, or None; `measure` refreshes gauges before each scrape."""
+    """`alive` and `ready` say what is wrong, or None; `measure` refreshes gauges before metrics are rendered."""
 
     alive: HealthCheck
     ready: HealthCheck
@@ -30,6 +33,7 @@ class HealthServers:
     _servers: tuple[PublicServer, ...] = ()
     health_port: int = 0
     metrics_port: int = 0
+    _rendered: tuple[float, bytes] = (float("-inf"), b"")  # when (monotonic seconds), and what
 
     async def start(self, bind: str, health_port: int, metrics_port: int) -> None:
         """Listen; port 0 takes a free one and stores it. `metrics_port` -1: no metrics."""
@@ -47,8 +51,12 @@ class HealthServers:
         return await server.start(_open_listener(bind, port))
 
     def _metrics(self) -> PublicAnswer:
-        self.measure()
-        return PublicAnswer(200, generate_latest(metrics.registry), CONTENT_TYPE_LATEST)
+        at, text = self._rendered
+        if time.monotonic() >= at + RENDER_SECONDS:
+            self.measure()
+            text = generate_latest(metrics.registry)
+            self._rendered = time.monotonic(), text
+        return PublicAnswer(200, text, CONTENT_TYPE_LATEST)
 
 
 def _open_listener(bind: str, port: int) -> socket.socket:

@@ -69,6 +69,8 @@ class PublicServer:
             del self._connections[oldest]
             oldest.transport.abort()
         self._connections[writer] = None
+        # Until the kernel has all of an answer: what is left of one would keep a connection that nobody counts.
+        writer.transport.set_write_buffer_limits(0)
         try:
             async with asyncio.timeout(SECONDS):
                 await self._answer_request(reader, writer)

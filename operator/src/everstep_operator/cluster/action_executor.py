@@ -349,6 +349,7 @@ def check_ownership(resource: ApiResource, job: JobRef, found: ApiObject) -> Non
     what = f"{resource.kind} {job.namespace}/{found['metadata']['name']}"
     if found["metadata"].get("deletionTimestamp"):
         raise StaleObject(what)
-    if reference.get("kind") == JOBS.kind and reference.get("name") == job.name:
+    group = str(reference.get("apiVersion") or "").partition("/")[0]
+    if (group, reference.get("kind"), reference.get("name")) == (JOBS.group, JOBS.kind, job.name):
         raise StaleObject(what)
     raise errors.NotOurs(what, f"{reference['kind']} {reference['name']}" if reference else "nobody")

@@ -291,6 +291,7 @@ class Client:
                 params=list(query),
                 headers={"Accept": accept, "Content-Type": kind},
                 data=None if body is None else json.dumps(body),
+                allow_redirects=False,  # the token is for this server alone
                 timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
             )
             async with response:

@@ -24,7 +24,7 @@ from everstep.agent.wire import auth
 from everstep.agent.wire.http_client import RequestRejected
 from everstep_operator import metrics
 from everstep_operator.cluster.leader_answer import ImplausibleAnswer, max_bytes, parse_answer
-from everstep_operator.cluster.leader_connection import LeaderConnection
+from everstep_operator.cluster.leader_connection import AnswerRoom, LeaderConnection
 from everstep_operator.cluster.processor_budget import PAUSE_MAX, ProcessorBudget
 from everstep_operator.plan.actions import LeaderPoll
 from everstep_operator.plan.leader_view import LeaderView, parse_leader_state
@@ -40,6 +40,7 @@ BACKOFF_FIRST = 0.1  # before the first answer: its pod's container runs, but th
 BACKOFF_MAX = 30.0
 CHEAP_SECONDS = 0.002  # of processor time: a connection that fails costs less than this
 SECONDS_A_BYTE = 2e-9  # of processor time, to receive it
+SECONDS_A_PIECE = 1e-5  # … to receive what comes at a time, be it a byte
 MAX_LOST_POLLS = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
 PROGRESS_SECONDS = 10.0  # steps alone wake the planner this often; it writes them every 30 s at most
 MIN_PAUSE = 0.2
@@ -101,6 +102,7 @@ class LeaderPoller:
         self._budget = ProcessorBudget(time.monotonic)
         self._commands: set[asyncio.Task[None]] = set()  # also of leaders that were dropped since
         self._exchanges = asyncio.Semaphore(limit + 16)
+        self._room = AnswerRoom()
         self._told_of_turns = False  # that there are more leaders than connections
 
     def view(self, key: Key, pod_uid: str) -> LeaderView | None:
@@ -118,7 +120,7 @@ class LeaderPoller:
             return
         self.stop_polling(key)
         view = LeaderView(reachable=False, asked_since=self._clock())
-        polled = self._jobs[key] = _PolledLeader(poll, token, view, LeaderConnection(poll.address))
+        polled = self._jobs[key] = _PolledLeader(poll, token, view, LeaderConnection(poll.address, self._room))
         polled.task = self._start(key, polled)
         metrics.leaders_polled.set(len(self._jobs))
         if len(self._jobs) > self._limit and not self._told_of_turns:
@@ -322,7 +324,7 @@ class LeaderPoller:
         nonce = ""
         if not own_nonce:
             nonce, polled.nonce = polled.nonce, ""
-        connection = LeaderConnection(polled.poll.address) if own_nonce else polled.connection
+        connection = LeaderConnection(polled.poll.address, self._room) if own_nonce else polled.connection
         status, data, fresh = 401, b"", ""
         try:
             async with self._exchanges:
@@ -351,7 +353,10 @@ async def _fetch_challenge(connection: LeaderConnection) -> str:
     if response.status != 200:
         connection.close()
         raise LeaderAnswerError(f"challenge: {response.status}")
-    answer = json.loads(response.body)
+    try:
+        answer = json.loads(response.body)
+    except RecursionError as error:
+        raise LeaderAnswerError("challenge: not one of an agent") from error
     nonce = answer.get("nonce") if isinstance(answer, dict) else None
     if not isinstance(nonce, str) or not auth.is_nonce(nonce):
         raise LeaderAnswerError("challenge: no nonce in it")
@@ -363,7 +368,12 @@ async def _send_signed(
 ) -> tuple[int, bytes, str]:
     client, most = auth.new_nonce(), max_bytes(polled.poll.num_nodes)
     headers = auth.request_headers(polled.token, method, target, nonce, client, body)
-    response = await connection.exchange(method, target, headers, body, max_bytes=most, seconds=hold + ANSWER_SECONDS)
+    try:
+        response = await connection.exchange(
+            method, target, headers, body, max_bytes=most, seconds=hold + ANSWER_SECONDS
+        )
+    finally:
+        polled.spent += connection.take_pieces() * SECONDS_A_PIECE
     polled.spent += len(response.body) * SECONDS_A_BYTE
     if response.status == 401:
         return 401, b"", ""

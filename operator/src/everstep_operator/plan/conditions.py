@@ -11,6 +11,7 @@ from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 
 _MAX = 4096
+_ENDS = frozenset({ConditionType.COMPLETE, ConditionType.FAILED})
 _WantedCondition = tuple[bool, Reason, str]
 
 
@@ -29,8 +30,9 @@ def build_conditions(s: PlanContext, decision: Decision, checkpoint: CheckpointS
         old = s.status.condition(kind)
         wish = wishes.get(kind)
         if wish is None:
-            # Kept as it was: a condition that is not judged now has not changed.
-            if old is not None:
+            # Kept as it was: a condition that is not judged now has not changed. But an end of a job that goes on is
+            # somebody else's word.
+            if old is not None and kind not in _ENDS:
                 made.append(old.model_copy(update={"observed_generation": generation}))
             continue
         status = "True" if wish[0] else "False"

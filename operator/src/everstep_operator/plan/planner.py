@@ -143,7 +143,8 @@ def _handle_rejection(s: PlanContext) -> Decision | None:
     # that trained for weeks shall be there then. And what is named but not there may be on its way: the order in which
     # a tool applies a job, its service account and its priority class is nobody's fault.
     denied = refused.kind == "Forbidden" and pods and not pod_creation.is_something_missing(refused.message)
-    if s.is_first_creation and (refused.kind == "Invalid" or denied):
+    invalid = refused.kind == "Invalid" and not pod_creation.is_policy_unready(refused.message)
+    if s.is_first_creation and (invalid or denied):
         return _fail_job(s, Reason.INVALID_TEMPLATE, refused.message)
     return _wait_while_blocked(s, refused)
 

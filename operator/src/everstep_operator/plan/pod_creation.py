@@ -33,8 +33,12 @@ from everstep_operator.plan.template import RejectedTemplate
 
 BLOCKED_RETRY_SECONDS = 30.0
 # Admission's words: ServiceAccount and RuntimeClass, Priority, ServiceAccount (its lookup fails), ResourceQuota (only a
-# namespace with a quota for it may use a resource or a class).
-_MISSING = re.compile(r"not found|no PriorityClass with name|error looking up service account|insufficient quota to ")
+# namespace with a quota for it may use a resource or a class), and a ValidatingAdmissionPolicy without its parameters.
+_UNCONFIGURED = r"denied request: failed to configure "
+_MISSING = re.compile(
+    rf"not found|no PriorityClass with name|error looking up service account|insufficient quota to |{_UNCONFIGURED}"
+)
+_POLICY_UNREADY = re.compile(_UNCONFIGURED)
 MAX_AVOIDED = 64  # names of nodes that a pod excludes
 
 
@@ -188,6 +192,12 @@ def _view_own_gang(s: PlanContext) -> GangView:
 def is_something_missing(message: str) -> bool:
     """Tell whether admission has rejected a pod for something that it names and that is not there."""
     return _MISSING.search(message) is not None
+
+
+def is_policy_unready(message: str) -> bool:
+    """Tell whether a policy could not judge a pod: the object with its parameters is not there. It denies as if the pod
+    were invalid."""
+    return _POLICY_UNREADY.search(message) is not None
 
 
 def compute_next_attempt(s: PlanContext, message: str, rejected_at: float) -> float:

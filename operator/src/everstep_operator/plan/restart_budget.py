@@ -16,7 +16,7 @@ from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailu
 from everstep_operator.plan import node_trouble, plain_mode, pod_replacement
 from everstep_operator.plan.decision import parse_reason
 from everstep_operator.plan.leader_view import MAX_ORDINAL, LeaderView, ReportedGeneration
-from everstep_operator.plan.observation import PodView
+from everstep_operator.plan.observation import INIT_FAILED, PodView
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 
 # So long a "pod lost" waits for the pod's own last state, which tells an OOM or a pre-emption from a network fault; and
@@ -87,7 +87,7 @@ def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBu
     elif s.plain and (broken := _find_plain_loss(s)) is not None:
         epoch, pod = broken
         if not restarts.last or restarts.last.token < (epoch, 1):
-            reason = Reason.APPLICATION_ERROR if _has_failed_itself(pod) else pod_replacement.explain_pod_loss(s, pod)
+            reason = _explain_plain_loss(s, pod)
             status = pod.ended.exit_code if pod is not None and pod.ended is not None else None
             failure = make_pod_failure(pod, reason)
             before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason, failure.node, status)
@@ -185,21 +185,26 @@ def _note_progress(s: PlanContext, restarts: Restarts) -> Restarts:
 
 
 def find_backoff_end(s: PlanContext) -> float | None:
-    """Return when a plain set may be created again after failures of its program in a row; None: now.
+    """Return when a plain set may be created again after failures of its program, or of its init containers, in a row;
+    None: now.
 
     The first restart comes at once, then after 1, 2, 4 ... seconds up to `restart.maxBackoff`, as leaders do it.
     """
     charges, most = s.status.restarts.charges, s.spec.restart.max_backoff.total_seconds()
-    if not s.plain or not charges or charges[-1].cause not in _PROGRAM_CAUSES:
+    if not s.plain or not charges or not _is_backed_off(charges[-1]):
         return None
     in_row, pause, before = 0, 0.0, float("-inf")
     for charge in charges:
-        if charge.cause in _PROGRAM_CAUSES:
+        if _is_backed_off(charge):
             at = charge.time.timestamp()
             in_row = charge.count + (in_row if at - before - pause < STABLE_AFTER_SECONDS else 0)
             pause = min(2.0 ** min(in_row - 2, 30), most) if in_row > 1 else 0.0
             before = at
     return before + pause if s.now < before + pause else None
+
+
+def _is_backed_off(charge: Charge) -> bool:
+    return charge.cause in _PROGRAM_CAUSES or charge.reason == Reason.START_FAILED.value
 
 
 def is_set_charged(restarts: Restarts, pod: PodView) -> bool:
@@ -338,6 +343,12 @@ def _rank_plain_failure(s: PlanContext, pod: PodView) -> tuple[float, bool, int]
     return end.finished_at or s.now, not is_listed, pod.index
 
 
+def _explain_plain_loss(s: PlanContext, pod: PodView | None) -> Reason:
+    if pod is not None and pod.ended is not None and pod.ended.reason == INIT_FAILED and not pod.deleting:
+        return Reason.START_FAILED  # of what was to prepare the program, which has not run
+    return Reason.APPLICATION_ERROR if _has_failed_itself(pod) else pod_replacement.explain_pod_loss(s, pod)
+
+
 def _has_failed_itself(pod: PodView | None) -> bool:
     return (
         pod is not None
@@ -347,7 +358,7 @@ def _has_failed_itself(pod: PodView | None) -> bool:
         and pod.disruption is None
         and not pod_replacement.is_out_of_memory(pod)
         and not pod_replacement.was_told_to_stop(pod)
-        and pod.ended.reason not in _UNKNOWN_ENDS
+        and pod.ended.reason not in _UNKNOWN_ENDS | {INIT_FAILED}
         and not plain_mode.has_node_failed(pod.ended)
     )
 

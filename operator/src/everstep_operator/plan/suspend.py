@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import Phase
+from everstep_operator.api.status import ConditionType, Phase
 from everstep_operator.plan import job_outcome, pod_replacement
-from everstep_operator.plan.actions import DeleteStaleObjects
+from everstep_operator.plan.actions import DeletePods, DeleteStaleObjects
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.plan_context import PlanContext
 
@@ -19,12 +19,26 @@ def suspend_job(s: PlanContext) -> Decision:
         first = s.observed.ours[0]
         where = f"{first.name} on {first.node}" if first.node else first.name
         waiting = f"waiting for the pods to stop: {where}, {len(s.observed.ours)} in all"
-        going = Decision(Phase.STOPPING, Reason.SUSPENDED, waiting if kept is None else kept[1])
+        if (refused := _find_refused_deletion(s)) is not None:
+            going = Decision(Phase.STOPPING, Reason.SUSPENDED, refused, stalled=True)
+        else:
+            going = Decision(Phase.STOPPING, Reason.SUSPENDED, waiting if kept is None else kept[1])
         return going.with_actions(pod_replacement.make_deletion(s.observed.ours, Reason.SUSPENDED))
     done = Decision(Phase.SUSPENDED, Reason.SUSPENDED, "no pods; set spec.suspend to false to start")
     if s.phase is not Phase.SUSPENDED and s.template is not None:
         return done.with_actions(DeleteStaleObjects(s.template.epoch + 1))
     return done
+
+
+def _find_refused_deletion(s: PlanContext) -> str | None:
+    """Return why admission rejects the deletion of pods, as it has said now, or before about the same pods."""
+    refused = s.observed.rejection
+    if refused is not None and isinstance(refused.action, DeletePods):
+        return f"the pods cannot be deleted, and hold their nodes: {refused.message}"
+    known = s.status.condition(ConditionType.STALLED)
+    if s.phase is not Phase.STOPPING or known is None or known.status != "True" or known.reason != Reason.SUSPENDED:
+        return None
+    return known.message if any(pod.live for pod in s.observed.ours) else None
 
 
 def find_own_outcome(s: PlanContext) -> job_outcome.JobOutcome | None:
@@ -57,6 +71,8 @@ def is_resuming(s: PlanContext) -> bool:
 
 def _is_edited(s: PlanContext) -> bool:
     """Tell whether the pods would be built from something else: a suspension came and went while nobody looked."""
+    if s.job.metadata.generation == s.status.observed_generation:
+        return False  # what differs, the CRDs have lost or gained: older ones that somebody has installed drop fields
     if s.template is None or s.job.unknown_fields or s.template.spec_hash in ("", s.spec.pods_hash()):
         return False
     return s.template.spec_hash != s.spec.legacy_pods_hash()

@@ -166,17 +166,37 @@ async def read_response(reader: asyncio.StreamReader, max_bytes: int) -> tuple[i
     """
     try:
         head = await reader.readuntil(b"\r\n\r\n")
+        status, headers, length = parse_response_head(head, max_bytes)
+        return status, headers, await reader.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionResetError("the connection was closed before the answer was complete") from error
+    except asyncio.LimitOverrunError as error:
+        raise RequestRejected(0, "the answer is not HTTP") from error
+
+
+def parse_response_head(head: bytes, max_bytes: int) -> tuple[int, dict[str, str], int]:
+    """Parse the head of a response.
+
+    Args:
+        head: The head, with the empty line at its end.
+        max_bytes: The longest body that is read.
+
+    Returns:
+        The status, the headers by their names in lower case, and the length of the body.
+
+    Raises:
+        RequestRejected: It is not what an agent sends, or announces a longer body.
+    """
+    try:
         lines = head[:-4].decode("latin-1").split("\r\n")
         status = int(lines[0].split(" ")[1])
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
         length = int(headers.get("content-length", "0"))
-        if not 0 <= length <= max_bytes:
-            raise RequestRejected(status, f"an answer of {length} bytes, more than {max_bytes}")
-        return status, headers, await reader.readexactly(length)
-    except asyncio.IncompleteReadError as error:
-        raise ConnectionResetError("the connection was closed before the answer was complete") from error
-    except (ValueError, IndexError, asyncio.LimitOverrunError) as error:
+    except (ValueError, IndexError) as error:
         raise RequestRejected(0, "the answer is not HTTP") from error
+    if not 0 <= length <= max_bytes:
+        raise RequestRejected(status, f"an answer of {length} bytes, more than {max_bytes}")
+    return status, headers, length
 
 
 def _read_json_field(body: bytes, name: str) -> Any:

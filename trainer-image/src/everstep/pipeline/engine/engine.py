@@ -26,8 +26,8 @@ from everstep.pipeline.engine.agreement import (
 )
 from everstep.pipeline.engine.batchnorm import RunningStatistics
 from everstep.pipeline.engine.casts import forget_stale_casts, share_casts
+from everstep.pipeline.engine.checks import check_arguments
 from everstep.pipeline.engine.clipping import clip_gradients
-from everstep.pipeline.engine.fitting import require_fit
 from everstep.pipeline.engine.losses import Loss, LossPart, Total, compute_loss
 from everstep.pipeline.engine.mail import P2PMessenger
 from everstep.pipeline.engine.microbatch import Parts, compute_bounds, lend_targets, select_arguments, split_batch
@@ -47,6 +47,8 @@ from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Action, ActionKind, Schedule
 from everstep.pipeline.schedules.flow import Flow
 from everstep.pipeline.transport.base import Transport, TransportError
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         self.transport, self.schedule, self.rank = transport, schedule, transport.rank
-        require_fit(stages, schedule, stage_graph, transport, options)
+        check_arguments(stages, schedule, stage_graph, transport, options)
         self._flow = flow = Flow(stage_graph, schedule.placement)
         transport.connect(flow.links)
         self._last = schedule.stages - 1
@@ -115,7 +117,7 @@ class Engine:
         }
         self._mail = P2PMessenger(transport, schedule.placement, options.ahead, options.dynamic)
         self._readers, self.reads = self._who_reads(stages)
-        self._plans: dict[tuple[int, bool, bool], tuple[tuple[Action, ...], frozenset[Action]]] = {}
+        self._plans: dict[tuple[int, bool, bool], tuple[tuple[Action, bool], ...]] = {}
         written = {name for stage in stages.values() for name in getattr(stage, "writes", ())}
         self._writes_weights = not written.isdisjoint(self.parameters.named)
         self._versions = 0  # of the weights, when low-precision copies of them were made
@@ -130,9 +132,8 @@ class Engine:
         """Forward and backward of one batch of this replica; then parameters have the gradients of the mean loss.
 
         `batch` has the model's arguments by name; a rank needs those in `reads` only. With `last=False` the gradients
-        of several batches are added up, and the step ends with the first call without it. Gradients from before the
-        step are dropped. PipelineError on all ranks if they do not agree on the step or the batch; after any other
-        error the transport is aborted, and the engine of no use.
+        of several batches are added up, and the step ends with the first call without it. Gradients from before it are
+        dropped. PipelineError on all ranks if they do not agree on it; after other errors the engine is of no use.
         """
         self._require_open()
         if not self._batches:
@@ -166,7 +167,7 @@ class Engine:
         """Continue where `state_dict` was taken."""
         self.steps = self._random.step = state["steps"]
         self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
-        self._batches = 0  # those of a step that was under way are dropped, with their gradients
+        self._batches = 0  # a step that was under way is dropped
 
     @property
     def is_adding_up(self) -> bool:
@@ -202,13 +203,13 @@ class Engine:
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
         self._cut(batch, targets, samples)
-        actions, overlapped = self._plan(len(self._sizes), reduce)
-        self._mail.begin(actions, signature)
+        actions = self._plan(len(self._sizes), reduce)
+        self._mail.begin([action for action, _ in actions], signature)
         self._values = Values(self._flow, self.rank)
         outputs: dict[int, Any] = {}  # a schedule may take micro-batches in any order
-        for action in actions:
+        for action, reduces in actions:
             self._mail.post_ahead()
-            listen = partial(self.parameters.reduction.listen, action.stage) if action in overlapped else None
+            listen = partial(self.parameters.reduction.listen, action.stage) if reduces else None
             self._do(action, outputs, listen)
             self.progress += 1
         self._mail.end()
@@ -283,7 +284,7 @@ class Engine:
         return given
 
     def _hold(self) -> StepResult:
-        """After a batch that does not end its step: one process would have updated its statistics by now."""
+        """After a batch that does not end its step: one process has updated its statistics by now."""
         self._commit_statistics()
         self.parameters.hold_gradients()
         return StepResult(float("nan"), 0.0)
@@ -294,9 +295,9 @@ class Engine:
         self._commit_statistics()
         counted, own, device = self.parameters.counted_here, self.parameters.own, self.transport.device
         call = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
-        hooks = call if any(map(has_hooks, own)) else None
-        clip, narrow = self.options.clip, self.parameters.narrow_gradients
+        hooks, narrow = call if any(map(has_hooks, own)) else None, self.parameters.narrow_gradients
         add = partial(self.parameters.copies.add_up, self._sum, self.steps)
+        clip = self.options.clip
         scaled = scale_to_mean_loss(own, counted, self._total, add, self.loss_scale, clip, device, hooks, narrow)
         narrow()
         self.steps += 1
@@ -376,19 +377,32 @@ class Engine:
 
     @contextlib.contextmanager
     def _around(self, index: int, microbatch: int, again: bool) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            self._statistics.begin(count=not again)
-            stack.callback(self._statistics.end)
-            drawing = self._random.of if self._training else self._random.of_evaluation
-            stack.enter_context(drawing(self._of_all(microbatch), self._stages[index].repeats, index))
-            if self.options.precision != "full":
-                known = None if self._writes_weights else self._versions
-                self._versions = forget_stale_casts(self.parameters.own, known)
-                kind = self.transport.device.type
-                stack.enter_context(casting_to(autocast_of(self.options.precision, kind), kind))
-            if self._training and index in self.options.offload:
-                stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.transport.device.type == "cuda"))
-            yield
+        drawing = self._random.of if self._training else self._random.of_evaluation
+        self._statistics.begin(count=not again)
+        try:
+            with (
+                drawing(self._of_all(microbatch), self._stages[index].repeats, index),
+                self._casting(),
+                self._offloading(index),
+            ):
+                yield
+        finally:
+            self._statistics.end()
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward: what the precision casts to."""
+        if self.options.precision == "full":
+            return _NOTHING
+        known = None if self._writes_weights else self._versions
+        self._versions = forget_stale_casts(self.parameters.own, known)
+        kind = self.transport.device.type
+        return casting_to(autocast_of(self.options.precision, kind), kind)
+
+    def _offloading(self, index: int) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward: where what its backward needs is kept."""
+        if not self._training or index not in self.options.offload:
+            return _NOTHING
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.transport.device.type == "cuda")
 
     @contextlib.contextmanager
     def aborting(self) -> Iterator[None]:
@@ -409,9 +423,9 @@ class Engine:
                 raise lost from error
             raise
 
-    def _plan(self, microbatches: int, reduce: bool) -> tuple[tuple[Action, ...], frozenset[Action]]:
-        """The actions of this rank, without those of micro-batches that a small batch does not have; which of them
-        begin to reduce gradients."""
+    def _plan(self, microbatches: int, reduce: bool) -> tuple[tuple[Action, bool], ...]:
+        """The actions of this rank, without those of micro-batches that a small batch does not have; of each, whether
+        it begins to reduce gradients."""
         key = microbatches, reduce, self._training
         if key not in self._plans:
             backward = {ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD}
@@ -422,7 +436,8 @@ class Engine:
                 and (reduce or action.kind not in (ActionKind.REDUCE, ActionKind.TIE))
                 and (self._training or (action.kind not in backward and not action.gradient))
             )
-            self._plans[key] = actions, last_backwards(actions)
+            last = last_backwards(actions)
+            self._plans[key] = tuple((action, action in last) for action in actions)
         return self._plans[key]
 
     def _who_reads(self, stages: Mapping[int, RunnableStage]) -> tuple[list[int], Reads]:

@@ -40,7 +40,7 @@ class LinkedGenerators:
 
     def get_state(self) -> tuple[Any, ...]:
         """Return where each of them stands."""
-        return tuple(each.get_state() for each in self._all)
+        return tuple([each.get_state() for each in self._all])
 
     def set_state(self, state: Sequence[Any]) -> None:
         """Go back to where they stood."""

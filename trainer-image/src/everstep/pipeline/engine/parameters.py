@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,8 @@ class Parameters:
             for index, stage in stages.items()
         }
         _only_once(by_stage)
-        self._learning: tuple[bool, ...] = ()
+        self._known = frozenset(map(id, self.own))  # which live as long as this object
+        self._learning: list[bool] = []
         self._held = HeldGradients()
         self._kept: list[tuple[Callable[[], Any], Mapping[Any, int]]] = []  # what optimizers keep, while they are there
         self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, options.bucket)
@@ -129,16 +130,20 @@ class Parameters:
         Raises:
             PipelineError: If a parameter was frozen or unfrozen since the step's first batch, or is not known here.
         """
-        known = set(self.own)
         for stage in self._stages.values():
-            for name, parameter in stage.module.named_parameters():
-                if parameter.requires_grad and parameter not in known:
-                    raise PipelineError(
-                        f"parameter {name!r} was added, or put in another's place, after pipeline() was called, as by "
-                        "an adapter, a parametrization or fully_shard: its gradient would be neither scaled nor summed "
-                        "over replicas. Change the model before pipeline(); there is no FSDP within a stage"
-                    )
-        flags = tuple(parameter.requires_grad for parameter in self.own)
+            if _holds_another(stage.module, self._known):
+                known = set(self.own)
+                name = next(
+                    name
+                    for name, parameter in stage.module.named_parameters()
+                    if parameter.requires_grad and parameter not in known
+                )
+                raise PipelineError(
+                    f"parameter {name!r} was added, or put in another's place, after pipeline() was called, as by "
+                    "an adapter, a parametrization or fully_shard: its gradient would be neither scaled nor summed "
+                    "over replicas. Change the model before pipeline(); there is no FSDP within a stage"
+                )
+        flags = [parameter.requires_grad for parameter in self.own]
         if first:
             self._learning = flags
             return
@@ -201,6 +206,21 @@ class Parameters:
         ranks = sorted({self._placement[stage] for stage in self._owners[name]})
         group = self._transport.group(ranks, replicas=True)
         return None if len(ranks) * self._transport.replicas == 1 else group
+
+
+def _holds_another(root: Any, known: Collection[int]) -> bool:
+    """Tell whether a module holds a parameter that learns and is none of these, without making the names of all: this
+    is asked before each batch."""
+    waiting, seen = [root], {id(root)}
+    for module in waiting:
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in known and parameter.requires_grad:
+                return True
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return False
 
 
 def _collect_named_parameters(stages: Mapping[int, RunnableStage]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.dropout import _DropoutNd
 
 from everstep.pipeline.engine.generators import LinkedGenerators, generators_of
@@ -99,6 +100,7 @@ class Random:
         self.seed, self.step, self.microbatch = seed, 0, 0
         self._names: dict[nn.Module, str] = {}
         self._hashes: dict[str, int] = {}
+        self._hashes_of_stages: dict[int, int] = {}
         self._base = 0  # the hash of all that a seed depends on beside the module and its call
         self._repeats = NOTHING
         self._drew: set[str] = set()
@@ -149,7 +151,9 @@ class Random:
             self._hook_modules()
             if self._watched is not None:
                 self._watched.add(stage)
-        seed = _scramble(self._base ^ _hash(f"/{stage}"))
+        if stage not in self._hashes_of_stages:
+            self._hashes_of_stages[stage] = _hash(f"/{stage}")
+        seed = _scramble(self._base ^ self._hashes_of_stages[stage])
         with self._calls(microbatch, repeats, log, again=False):
             self._generator.manual_seed(seed)
             log.next(seed)
@@ -232,7 +236,7 @@ class Random:
             self.microbatch, self._repeats, self._log, self._inside, self._again, self._frames = around
 
     def _call(self, module: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a part of what is compiled around it
+        if is_dynamo_compiling():  # a part of what is compiled around it
             return call(*args, **kwargs)
         self._enter(module, args)
         result = call(*args, **kwargs)
@@ -241,7 +245,7 @@ class Random:
 
     def _enter_dropout(self, module: nn.Module, _: Any) -> None:
         """Seed what draws in each call. The code around it goes on with the sequence, so that nothing is to follow."""
-        if torch.compiler.is_compiling() or not self._inside or not module.training or not module.p:
+        if is_dynamo_compiling() or not self._inside or not module.training or not module.p:
             return
         event, seed = self._find_call(self._names[module], self._generator.initial_seed())
         if event is None:
@@ -253,7 +257,7 @@ class Random:
             self._quiet = None
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # what is compiled draws as one, from the seed of the whole
+        if is_dynamo_compiling():  # what is compiled draws as one, from the seed of the whole
             return
         if not self._inside:  # in eval mode too: `functional.dropout(x, 0.1)` draws in any
             return
@@ -285,7 +289,7 @@ class Random:
         return event, seed
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return
         if not self._frames or self._frames[-1].module is not module:
             return

@@ -129,9 +129,17 @@ def compile_maker(found: Template, bind: Callable[[Ref], Maker]) -> Maker:
         return lambda frame: found
     if type(found) is tuple:
         parts = [compile_maker(part, bind) for part in found]
+        if len(parts) == 2:  # arguments, by place and by name, of which each step of each micro-batch makes a pair
+            one, two = parts
+            return lambda frame: (one(frame), two(frame))
+        if len(parts) == 1:
+            [only] = parts
+            return lambda frame: (only(frame),)
         return lambda frame: tuple([part(frame) for part in parts])
     if type(found) is dict:
         items = {key: compile_maker(part, bind) for key, part in found.items()}
+        if not items:
+            return lambda frame: {}
         return lambda frame: {key: part(frame) for key, part in items.items()}
     leaves, spec = pytree.tree_flatten(found)
     makers = [compile_maker(leaf, bind) for leaf in leaves]

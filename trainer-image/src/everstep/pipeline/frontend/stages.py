@@ -112,6 +112,8 @@ class StageModule:
         self._known_sizes: dict[tuple[int, ...], dict[Any, Any]] = {}
         self._only = None if both else module.training
         self._changed, self.writes, self.listens = frozenset(uses.changed), tuple(sorted(uses.writes)), listens
+        # What tells the device: it may be moved at any time, and to look for it takes as long as a small operation.
+        self._first = next(((part, name) for part in module.modules() for name in part._parameters), None)
         self.uses, self._ends = tuple(uses.weights), frozenset(uses.ends)
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,6 +169,8 @@ class StageModule:
         return tuple(step.name for step in self._steps)
 
     def _device(self, frame: Frame) -> Any:
+        if self._first is not None and (weight := self._first[0]._parameters.get(self._first[1])) is not None:
+            return weight.device
         for weight in self.module.parameters():
             return weight.device
         tensors = (value for value in frame.values.values() if isinstance(value, torch.Tensor))

@@ -1,4 +1,4 @@
-"""Whether a schedule, the stages of a rank and the graph between stages fit together."""
+"""Check that stages, schedule, graph and transport of an engine fit together."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ from everstep.pipeline.schedules import ActionKind, Limits, Rendezvous, Schedule
 from everstep.pipeline.transport.base import Transport
 
 
-def require_fit(
+def check_arguments(
     stages: Mapping[int, RunnableStage],
     schedule: Schedule,
     graph: StageGraph,
     transport: Transport,
     options: EngineOptions,
 ) -> None:
-    """Check that the stages are those of the rank, and that the schedule is proven for them.
-
-    Args:
-        stages: The stages of this rank.
-        schedule: The actions of all ranks.
-        graph: The edges between stages.
-        transport: The connections of this rank.
-        options: How the stages run.
+    """Check what an engine is made of.
 
     Raises:
-        PipelineError: They do not fit, or the schedule is not proven.
+        PipelineError: If they do not fit, or the schedule is not proven.
     """
     if len(schedule.ranks) != transport.size:
         raise PipelineError(f"{schedule.name} is for {len(schedule.ranks)} ranks, there are {transport.size}")
