@@ -53,6 +53,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         terms.arguments.traced_with(terms.example, changed)
         found.record.constants[:] = [each.to(position.device) for each in found.record.constants]
     engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, terms.request.engine)
+    engine.least = cut.least
     recut.remember(own, engine)
     if heart is not None:
         engine.watch = heart

@@ -8,20 +8,26 @@ only if samples differ in how many of theirs count, which the example may not. S
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.compiled import disable_compilation
+from everstep.pipeline.frontend.foreign_weights import WeightReads
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.loss_state import loss_kept
 
 _log = logging.getLogger("everstep.pipeline")
 
 _IGNORED = -100  # by all losses of torch, unless they are told another number
 _EVERY = 64  # batches; targets on a GPU are waited for
+_OF_NUMBERS, _OF_NARROW = 1e-4, 5e-2  # relative to the largest of the losses
 _ADVICE = (
     "give EngineOptions.loss_weight, a function of (output, targets) that returns how many count, or let the loss "
     "return (sum, count)"
@@ -46,12 +52,13 @@ class CountedTargets:
             self._looks = any(map(self._is_uneven, tensors_of(targets)))
 
     def __call__(self, output: Any, targets: Any) -> Any:
-        if self._looks:
-            self._looks, self._is_done = False, True
-            self._look(output, targets)
+        looks, self._looks = self._looks, False
+        pair = _take_pair(output, targets) if looks else None  # before the loss, which may write what it is given
         given = self._loss(output, targets)
-        if isinstance(given, tuple):
+        if looks or isinstance(given, tuple):
             self._is_done = True
+        if looks and not isinstance(given, tuple):
+            self._look(pair)
         return given
 
     def _is_uneven(self, tensor: torch.Tensor) -> bool:
@@ -62,59 +69,98 @@ class CountedTargets:
         counts = _find_ignored(tensor).reshape(len(tensor), -1).sum(1)
         return bool((counts != counts[0]).any())
 
-    def _look(self, output: Any, targets: Any) -> None:
+    def _look(self, pair: tuple[Any, Any] | None) -> None:
         """Compare the loss of two samples, of one of which half is ignored, with the mean of the losses of each."""
-        tensors = [*tensors_of(output), *tensors_of(targets)]
-        if any(not each.dim() or len(each) != len(tensors[0]) for each in tensors):
+        if pair is None:
             warnings.warn(
                 "samples of this batch differ in how much of their targets counts, and the loss gives a bare mean, "
                 f"which a pipeline weights by samples: if it is a mean over what counts, {_ADVICE}",
                 stacklevel=2,
             )
             return
-        devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
-        for factor in (3.0, 1.0):  # losses are nearly alike before training; but not all outputs can be any number
+        # Losses are nearly alike before training; but not all outputs can be any number, nor all losses take any type.
+        for is_wide, factor in ((True, 3.0), (True, 1.0), (False, 3.0), (False, 1.0)):
             try:
-                with torch.no_grad(), torch.random.fork_rng(sorted(devices)), loss_kept(self._loss):
-                    at_once, apart = self._compute_both(output, targets, factor)
+                found = self._compare(*_vary(pair, factor, is_wide=is_wide), is_wide=is_wide)
             except Exception as error:
                 _log.info("whether the loss counts targets was not checked: %s: %s", type(error).__name__, error)
                 continue
-            if at_once != at_once:
+            if found is None:
                 return
-            if not abs(at_once - apart) <= 1e-4 * max(abs(at_once), abs(apart)):
-                raise PipelineError(
-                    f"the loss of two samples, of which one counts less, is {at_once:.6g} at once, and the mean of "
-                    f"their losses is {apart:.6g}: it is a mean over what counts in the targets, of which samples of "
-                    f"this batch have different numbers, and a pipeline weights a bare mean by samples: {_ADVICE}"
-                )
-            return
+            at_once, apart = found
+            raise PipelineError(
+                f"the loss of two samples, of which one counts less, is {at_once:.6g} at once, and the mean of their "
+                f"losses is {apart:.6g}: it is a mean over what counts in the targets, of which samples of this batch "
+                f"have different numbers, and a pipeline weights a bare mean by samples: {_ADVICE}"
+            )
 
-    def _compute_both(self, output: Any, targets: Any, factor: float) -> tuple[float, float]:
-        tensors = [each for each in tensors_of(targets) if each.dtype in (torch.int64, torch.int32, torch.bool)]
-        ignored = [_find_ignored(each).reshape(len(each), -1).sum(1).cpu() for each in tensors]
-        fullest = int(torch.stack(ignored).sum(0).argmin())
+    def _compare(self, outputs: Any, wanted: Any, *, is_wide: bool) -> tuple[float, float] | None:
+        """Return the loss at once and the mean of both; None if they are alike, or differ for another reason."""
+        tensors = [*tensors_of(outputs), *tensors_of(wanted)]
+        draws = ScriptDraws(self._loss if isinstance(self._loss, nn.Module) else nn.Module())
+        before, kind, types, drew = draws.get_state(), tensors[0].device.type, {each.dtype for each in tensors}, False
 
-        def twice(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor.detach()[fullest : fullest + 1]
-            return torch.cat([own, own]).clone()
-
-        outputs, wanted = map_tensors(output, twice), map_tensors(targets, twice)
-        for each in tensors_of(outputs):
-            if each.is_floating_point():
-                each[0] *= factor
-        for each in tensors_of(wanted):
-            if each.dtype in (torch.int64, torch.int32):
-                _ignore_half(each[0], _IGNORED)
-            elif each.dtype is torch.bool:
-                _ignore_half(each[0], False)
-
-        def mean(rows: slice) -> float:
-            torch.manual_seed(0)
+        def compute(rows: slice, seed: int = 0) -> float:
+            nonlocal drew
+            torch.manual_seed(seed)
             own = [map_tensors(each, lambda tensor: tensor[rows].clone()) for each in (outputs, wanted)]
-            return float(compute_loss(self._loss, own[0], own[1], 1, None).sum)
+            with draws.at(before):
+                given = compute_loss(self._loss, own[0], own[1], 1, None).sum
+                drew = drew or draws.have_drawn(before)
+            types.add(given.dtype)
+            return float(given)
 
-        return mean(slice(0, 2)), (mean(slice(0, 1)) + mean(slice(1, 2))) / 2
+        devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(sorted(devices)),
+            torch.autocast(kind, enabled=not is_wide and torch.is_autocast_enabled(kind)),
+            loss_kept(self._loss),
+            disable_compilation(),
+            WeightReads({}) as reads,
+        ):
+            both, again = compute(slice(0, 2)), compute(slice(0, 2), seed=1)
+            one, other = compute(slice(0, 1)), compute(slice(1, 2))
+        if drew or reads.draws or both != again or not math.isfinite(both) or math.isinf(one) or math.isinf(other):
+            return None
+        narrow = not is_wide or any(each.is_floating_point and each.itemsize < 4 for each in types)
+        allowed = (_OF_NARROW if narrow else _OF_NUMBERS) * max(abs(both), abs(one), abs(other))
+        return None if abs(both - (one + other) / 2) <= allowed else (both, (one + other) / 2)
+
+
+def _take_pair(output: Any, targets: Any) -> tuple[Any, Any] | None:
+    """Copy, twice each, the sample of which most counts; None if not all tensors are cut by samples."""
+    tensors = [*tensors_of(output), *tensors_of(targets)]
+    if any(not each.dim() or len(each) != len(tensors[0]) for each in tensors):
+        return None
+    counted = [each for each in tensors_of(targets) if each.dtype in (torch.int64, torch.int32, torch.bool)]
+    ignored = [_find_ignored(each).reshape(len(each), -1).sum(1).cpu() for each in counted]
+    fullest = int(torch.stack(ignored).sum(0).argmin())
+
+    def twice(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.detach()[fullest : fullest + 1]
+        return torch.cat([own, own])
+
+    return map_tensors(output, twice), map_tensors(targets, twice)
+
+
+def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, Any]:
+    """Let the first sample have other outputs, and count half; `is_wide` has all numbers in float32 at least."""
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        is_narrow = tensor.is_floating_point() and tensor.element_size() < 4
+        return tensor.float() if is_wide and is_narrow else tensor.clone()
+
+    outputs, wanted = map_tensors(pair, widen)
+    for each in tensors_of(outputs):
+        if each.is_floating_point():
+            each[0] *= factor
+    for each in tensors_of(wanted):
+        if each.dtype in (torch.int64, torch.int32):
+            _ignore_half(each[0], _IGNORED)
+        elif each.dtype is torch.bool:
+            _ignore_half(each[0], False)
+    return outputs, wanted
 
 
 def _find_ignored(tensor: torch.Tensor) -> torch.Tensor:

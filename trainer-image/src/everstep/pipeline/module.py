@@ -67,6 +67,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         # meet this class's attributes, as it would if they were set one by one.
         self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
         self._non_persistent_buffers_set = part._non_persistent_buffers_set
+        self._load_state_dict_pre_hooks = part._load_state_dict_pre_hooks
         self._fixed, self._sizes, self._fixed_modules = fixed, sizes, modules
         self.opened = PipelineOpen()
         self._idle: list[Any] = []

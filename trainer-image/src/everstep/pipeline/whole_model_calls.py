@@ -74,14 +74,12 @@ def _unscale_unless_in_parts(scaler: Any, optimizer: Any, *args: Any, **kwargs: 
 
 
 def _look_at_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if adding := [each for engine in _engines if engine.is_adding_up for each in engine.parameters.own]:
-        own = set(map(id, adding))
-        if any(id(each) in own for each in _list_parameters(optimizer)):
-            raise PipelineError(
-                f"{type(optimizer).__name__} was to step between the batches of one step of a pipeline, when gradients "
-                "are sums that are neither scaled nor summed over replicas: call optimizer.step() after "
-                "run.step(…, last=True) only, and end a step so with the last batch of an epoch too"
-            )
+    if any(engine.is_adding_up(_list_parameters(optimizer)) for engine in _engines):
+        raise PipelineError(
+            f"{type(optimizer).__name__} was to step between the batches of one step of a pipeline, when gradients are "
+            "sums that are neither scaled nor summed over replicas: call optimizer.step() after run.step(…, last=True) "
+            "only, and end a step so with the last batch of an epoch too"
+        )
     why = _explain_togetherness(optimizer)
     if why and _are_in_parts(_list_parameters(optimizer)):
         raise PipelineError(

@@ -6,7 +6,7 @@ first batches away, and not what they count; one that steps an optimizer steps b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from everstep.pipeline.errors import PipelineError
@@ -25,6 +25,13 @@ class HeldGradients:
     def release(self) -> None:
         """Forget them, before a step begins."""
         self._held = []
+
+    def are_of(self, parameters: Iterable[Any]) -> bool:
+        """Tell whether one of these parameters still has the gradient that a batch has left."""
+        given = {id(each) for each in parameters}
+        return any(
+            gradient is not None and id(each) in given and each.grad is gradient for each, gradient, _ in self._held
+        )
 
     def check(self, parameters: Mapping[str, Any]) -> None:
         """Compare them with what the parameters have now.

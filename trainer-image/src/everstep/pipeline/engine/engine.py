@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -124,6 +124,7 @@ class Engine:
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
         self.steps = self.progress = self.passes = 0  # optimizer steps; for who watches, actions done and what all do
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
+        self.least = 1  # samples of a micro-batch, where a batch has as many
         self._batches, self._total = 0, Total()
         self._training, self._closed = True, ""  # why
         self._inputs, self._targets, self._sizes = list[Any](), list[Any](), list[int]()
@@ -169,10 +170,9 @@ class Engine:
         self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
         self._batches = 0  # a step that was under way is dropped
 
-    @property
-    def is_adding_up(self) -> bool:
-        """Tell whether a step has begun that further batches are to end."""
-        return self._batches > 0
+    def is_adding_up(self, parameters: Iterable[Any]) -> bool:
+        """Tell whether these have gradients of a step that has begun, and that further batches are to end."""
+        return self._batches > 0 and not self._closed and self.parameters.held.are_of(parameters)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -347,12 +347,12 @@ class Engine:
         return {name: value / scaled.count for name, value in zip(names, sums.tolist(), strict=True)}
 
     def _cut(self, batch: Any, targets: Any, samples: int) -> None:
-        count, unsplit_inputs = self.schedule.microbatches, self.options.unsplit_inputs
-        self._sizes = [stop - start for start, stop in compute_bounds(samples, count)]
+        count, unsplit_inputs, least = self.schedule.microbatches, self.options.unsplit_inputs, self.least
+        self._sizes = [stop - start for start, stop in compute_bounds(samples, count, least)]
         inputs = select_arguments(batch, self.reads.inputs) if self.reads.inputs else {}
-        self._inputs = split_batch(inputs, samples, count, unsplit_inputs) if inputs else []
+        self._inputs = split_batch(inputs, samples, count, unsplit_inputs, least) if inputs else []
         has_targets = self.reads.targets and targets is not None
-        self._targets = split_batch(targets, samples, count) if has_targets else []
+        self._targets = split_batch(targets, samples, count, least=least) if has_targets else []
 
     def _loss_of(self, microbatch: int, output: Any) -> LossPart | None:
         if not self._targets or self._loss is None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+# What stands for a module has its hooks from before a state is loaded too, as those that rename what older ones had.
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _METHODS = ("get_extra_state", "_save_to_state_dict", "_load_from_state_dict")
 
 
