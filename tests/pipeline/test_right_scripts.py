@@ -13,7 +13,17 @@ from torch import nn
 from torch.nn import functional as f
 
 from tests.checkpoint import ranks
-from tests.pipeline.test_other_scripts import HIDDEN, Net, Words, batch, cut, mean_of_samples, say, squared
+from tests.pipeline.test_other_scripts import (
+    HIDDEN,
+    Net,
+    Words,
+    batch,
+    cut,
+    mean_of_samples,
+    mean_of_words,
+    say,
+    squared,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -93,6 +103,23 @@ def test_padding_is_no_fault_of_losses_that_draw_count_are_narrow_or_grow_beyond
         assert set(said) == {"gave False"}, said
 
 
+def _pad_what_begins_with_zeros(rank: int) -> str:
+    words = torch.arange(40).view(8, 5)
+    full, padded = words % 9, (words % 9).clone()
+    padded[1:3, 2:] = -100
+    model = Words()
+    torch.nn.init.zeros_(model.out.weight)
+    torch.nn.init.zeros_(model.out.bias)
+    with cut(model, mean_of_words, (words, full)) as run:
+        return say(lambda: run.step(words, padded))
+
+
+def test_a_mean_over_words_shows_where_all_outputs_are_zeros() -> None:
+    assert any(
+        "it is a mean over what counts in the targets" in said for said in ranks.run(2, _pad_what_begins_with_zeros)
+    )
+
+
 def _cut_again_within_a_step(rank: int) -> str:
     model = Net()
     left = cut(model)
@@ -161,7 +188,8 @@ def _shorten(rank: int) -> list[Any]:
 
 
 def test_no_microbatch_has_one_sample_where_batch_normalisation_could_not_take_it() -> None:
-    for *apart, too_many, alone in ranks.run(2, _shorten):
+    every = ranks.run(2, _shorten)
+    assert any("Give each replica two samples at least" in said[-1] for said in every), every
+    for *apart, too_many, _ in every:
         assert max(map(abs, apart)) < 1e-12, apart
         assert "take 2 micro-batches at most, or larger batches" in too_many
-        assert "Give each replica two samples at least" in alone

@@ -121,7 +121,9 @@ class CountedTargets:
         ):
             both, again = compute(slice(0, 2)), compute(slice(0, 2), seed=1)
             one, other = compute(slice(0, 1)), compute(slice(1, 2))
-        if drew or reads.draws or both != again or not math.isfinite(both) or math.isinf(one) or math.isinf(other):
+        if not math.isfinite(both) or math.isinf(one) or math.isinf(other):
+            raise ArithmeticError(f"it is {both:g}")
+        if drew or reads.draws or both != again:
             return None
         narrow = not is_wide or any(each.is_floating_point and each.itemsize < 4 for each in types)
         allowed = (_OF_NARROW if narrow else _OF_NUMBERS) * max(abs(both), abs(one), abs(other))
@@ -153,8 +155,8 @@ def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, 
 
     outputs, wanted = map_tensors(pair, widen)
     for each in tensors_of(outputs):
-        if each.is_floating_point():
-            each[0] *= factor
+        if each.is_floating_point() and factor != 1.0:  # and not only larger: a last layer may begin with zeros
+            each[0] = each[0] * factor + torch.arange(each[0].numel(), device=each.device).cos().view_as(each[0])
     for each in tensors_of(wanted):
         if each.dtype in (torch.int64, torch.int32):
             _ignore_half(each[0], _IGNORED)
