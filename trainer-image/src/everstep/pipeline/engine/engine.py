@@ -124,9 +124,8 @@ class Engine:
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
         self.steps = self.progress = self.passes = 0  # optimizer steps; for who watches, actions done and what all do
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
-        self.least = 1  # samples of a micro-batch, where a batch has as many
-        self._batches, self._total = 0, Total()
-        self._training, self._closed = True, ""  # why
+        self.least, self._total = 1, Total()  # samples of a micro-batch, where a batch has as many
+        self._batches, self._training, self._closed = 0, True, ""  # why
         self._inputs, self._targets, self._sizes = list[Any](), list[Any](), list[int]()
 
     def step(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None, *, last: bool = True) -> StepResult:
@@ -165,10 +164,9 @@ class Engine:
         return {"steps": self.steps, "loss_scale": self.loss_scale.value, "good": self.loss_scale.good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken; a step that is under way is dropped."""
         self.steps = self._random.step = state["steps"]
-        self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
-        self._batches = 0  # a step that was under way is dropped
+        self._batches, self.loss_scale.value, self.loss_scale.good = 0, state["loss_scale"], state["good"]
 
     def is_adding_up(self, parameters: Iterable[Any]) -> bool:
         """Tell whether these have gradients of a step that has begun, and that further batches are to end."""
