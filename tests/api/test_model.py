@@ -57,6 +57,15 @@ def test_attributes_are_snake_case_and_frozen() -> None:
         made.spec.num_nodes = 4
 
 
+def test_a_copy_of_a_spec_with_another_field_has_another_hash() -> None:
+    spec = job().build().spec
+    before = spec.pods_hash()
+    changed = spec.model_copy(update={"image": "other"})
+    assert changed.pods_hash() != before
+    assert spec.model_copy().pods_hash() == before
+    assert spec == job().build().spec, "whether it was asked for its hash makes no difference"
+
+
 def test_unknown_pod_fields_survive() -> None:
     made = job().pod(nodeSelector={"a": "b"}, containers=[{"name": "log", "image": "y", "tty": True}]).build()
     assert made.manifest()["spec"]["podTemplate"]["spec"] == {

@@ -37,9 +37,9 @@ class InjectedClient(Client):
         self.writes = 0
         self.died = asyncio.Event()
 
-    async def _send(self, verb: str, what: str, method: str, path: str, query: Any, body: Any, *types: str) -> Any:
+    async def _send(self, verb: str, what: str, method: str, path: str, query: Any, body: Any, *how: Any) -> Any:
         if method not in WRITES:
-            return await super()._send(verb, what, method, path, query, body, *types)
+            return await super()._send(verb, what, method, path, query, body, *how)
         self.writes += 1
         fault = self.fault(self.writes, method, path)
         if fault == "die":
@@ -48,7 +48,7 @@ class InjectedClient(Client):
             raise errors.Unreachable("injected", sent=False)
         if fault == "refuse":
             raise errors.ServerError(500, "Injected", "injected")
-        answer = await super()._send(verb, what, method, path, query, body, *types)
+        answer = await super()._send(verb, what, method, path, query, body, *how)
         if fault == "die after":
             await self._die()
         if fault == "lose":

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, prlimit
 from typing import Any
@@ -164,13 +165,14 @@ async def test_a_ghost_is_found_by_listing(control_plane: ControlPlane, still_wo
     async with Simulation(still_world, "digits") as simulation, serving as (made, _):
         made.resync.request_soon = lambda: None  # type: ignore[method-assign]
         await running(still_world, "digits", simulation)
-        hearing = made.watch._receive
-        made.watch._receive = lambda *_: None
+        (pods,) = (stream for stream in made.streams.streams if stream.resource == PODS)
+        hearing = pods.receive
+        pods.receive = lambda *_: None
         lost = (await still_world.pods("digits"))[1]
         await still_world.remove(lost)
         await asyncio.sleep(0.5)
         assert len(made.cache.pods_of((still_world.namespace, "digits"))) == 2, "the ghost"
-        made.watch._receive = hearing
+        pods.receive = hearing
         await made.resync.run_once()
 
         async def replaced() -> bool:
@@ -180,31 +182,28 @@ async def test_a_ghost_is_found_by_listing(control_plane: ControlPlane, still_wo
         await until(replaced, "the lost pod is replaced")
 
 
-async def test_what_vanishes_before_the_watch_has_listed_is_missed_soon(
+async def test_what_vanishes_before_the_watch_has_begun_is_missed_soon(
     control_plane: ControlPlane, still_world: World
 ) -> None:
-    """The operator has listed, and the watch does so a moment later: nobody tells of what was there in between."""
+    """The operator has listed, and the watch begins a moment later: it has to tell of what happened in between."""
     await still_world.submit("digits", numNodes=2)
     async with Simulation(still_world, "digits") as simulation:
         async with operator(control_plane.kubeconfig, still_world):
             await running(still_world, "digits", simulation)
         lost = (await still_world.pods("digits"))[1]
         async with operator(control_plane.kubeconfig, still_world, resync_seconds=3600) as (made, _):
-            ready = made.watch._ready
+            made.resync.request_soon = lambda: None  # type: ignore[method-assign]
+            follow = made.streams.run
 
-            async def removed() -> None:
-                await ready()
-                await until(listed, "the operator has listed")
+            async def removed(listed: Mapping[tuple[ApiResource, str | None], int]) -> None:
                 await still_world.remove(lost)
-
-            async def listed() -> bool:
-                return made.resync.done_at is not None
+                await follow(listed)
 
             async def replaced() -> bool:
                 pods = await still_world.pods("digits")
                 return len(pods) == 2 and pods[1]["metadata"]["uid"] != lost["metadata"]["uid"]
 
-            made.watch._ready = removed
+            made.streams.run = removed  # type: ignore[method-assign]
             await until(replaced, "the lost pod is replaced")
 
 

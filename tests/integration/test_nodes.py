@@ -208,7 +208,7 @@ async def test_heartbeats_of_nodes_reconcile_nothing(control_plane: ControlPlane
         await until(heard_of_all, "the last events of the start")
         await made.queue.idle()
         looks: list[object] = []
-        made.cache.touched = looks.append
+        made.cache.touched = made.cache.pods_touched = looks.append
         for _ in range(20):
             await world.beat(name)
         newest = int((await world.client.get(NODES, None, name))["metadata"]["resourceVersion"])

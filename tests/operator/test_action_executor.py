@@ -61,7 +61,7 @@ class Objects:
         self.mutate: Callable[[Any], Any] = lambda body: body  # a mutating webhook
         self.created: list[str] = []
 
-    async def create(self, resource: Any, namespace: str, body: Any) -> Any:
+    async def create(self, resource: Any, namespace: str, body: Any, **_: Any) -> Any:
         name = (resource.plural, body["metadata"]["name"])
         if self.admission is not None:
             raise self.admission

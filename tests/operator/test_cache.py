@@ -24,7 +24,9 @@ class Watched:
     def __init__(self) -> None:
         self.touched: list[Key] = []
         self.pools: list[str] = []
-        self.cache = ClusterCache(touched=self.touched.append, pool_changed=self.pools.append)
+        self.cache = ClusterCache(
+            touched=self.touched.append, pool_changed=self.pools.append, pods_touched=self.touched.append
+        )
 
 
 def test_a_pod_touches_its_job_and_is_kept_as_a_view() -> None:
@@ -33,6 +35,32 @@ def test_a_pod_touches_its_job_and_is_kept_as_a_view() -> None:
     assert w.touched == [("ns", "digits")]
     (view,) = w.cache.pods_of(("ns", "digits"))
     assert (view.index, view.name) == (1, "digits-1")
+
+
+def test_of_a_set_that_starts_pod_0_and_the_last_one_are_told_at_once() -> None:
+    touched: list[str] = []
+    cache = ClusterCache(
+        touched=lambda _: None, pool_changed=lambda _: None,
+        pods_touched=lambda _: touched.append("at once"), pods_started=lambda _: touched.append("in a moment"),
+    )  # fmt: skip
+    for number in range(4):
+        cache.pods.put(pod(f"digits-{number}", "digits", version=1, uid=f"u{number}"))
+    touched.clear()
+    for step, (spec, status) in enumerate(
+        [({"nodeName": "n"}, {}), ({"nodeName": "n"}, {"containerStatuses": [RUNS], "phase": "Running"})]
+    ):
+        for number in range(4):
+            raw = pod(f"digits-{number}", "digits", version=10 * (step + 1), uid=f"u{number}")
+            cache.pods.put({**raw, "spec": spec, "status": status})
+        assert touched == ["at once", "in a moment", "in a moment", "at once"]
+        touched.clear()
+    cache.pods.remove(("ns", "digits-2"), "u2")
+    assert touched == ["at once"]
+    assert not cache._unbound
+    assert not cache._unstarted
+
+
+RUNS = {"name": "trainer", "state": {"running": {"startedAt": "2026-01-01T12:00:00Z"}}}
 
 
 def test_a_late_event_does_not_undo_our_own_write() -> None:

@@ -168,6 +168,12 @@ class Convergence(RuleBasedStateMachine):
         views = {view.name: view.uid for view in self.cache.pods_of(("ns", "digits"))}
         assert views == {name: entry[0] for name, entry in self._cached()}
 
+    @invariant()
+    def pods_that_have_yet_to_start_are_counted(self) -> None:
+        cached = {key: self.cache.pods.get(key) for key in self.cache.pods}
+        waiting = sum(1 for entry in cached.values() if entry is not None and entry.value[1].started_at is None)
+        assert self.cache._unstarted.total() == self.cache._unbound.total() == waiting
+
     def teardown(self) -> None:
         """Deliver all that is on its way, until the cache is what the server has; a list only if events were lost."""
         while self.answers:

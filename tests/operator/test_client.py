@@ -108,6 +108,23 @@ async def impatient(server: Server) -> AsyncIterator[Client]:
         yield client
 
 
+async def test_a_server_that_rejects_requests_for_their_number_slows_the_operator_down(
+    server: Server, client: Client
+) -> None:
+    times = []
+    client.throttled = lambda: times.append("slower")
+    server.script = [status(429, "TooManyRequests", headers={"Retry-After": "0"}), ok()]
+    assert await client.get(PODS, "ns", "digits-0") == POD
+    assert times == ["slower"]
+
+
+@pytest.mark.parametrize("text", ["ü", "\u2028", "\ud800 half of a pair", "\x00"])
+async def test_any_text_arrives(server: Server, client: Client, text: str) -> None:
+    server.script = [ok()]
+    await client.create(PODS, "ns", {"metadata": {"annotations": {"text": text}}})
+    assert server.seen[0][3] == {"metadata": {"annotations": {"text": text}}}
+
+
 async def test_a_body_arrives_as_it_was_written_with_the_token(server: Server, client: Client) -> None:
     server.script = [ok()]
     assert await client.create(PODS, "ns", POD) == POD

@@ -50,6 +50,36 @@ async def test_a_namespace_whose_looks_hang_leaves_workers_to_others() -> None:
     assert operator.queue.take() == ("other", "digits")
 
 
+async def test_a_server_that_rejects_requests_for_their_number_gets_fewer_and_then_more_again() -> None:
+    requests = FairSemaphore(64)
+    clock = FakeClock()
+    requests._share.clock = clock
+
+    async def send(count: int) -> None:
+        for _ in range(count):
+            async with requests.slot("ns"):
+                pass
+
+    requests.slow_down()
+    requests.slow_down()
+    assert requests.limit == 32, "a volley of rejections is one"
+    for _ in range(10):
+        clock.now += 2
+        requests.slow_down()
+    assert requests.limit == 4, "it never stops"
+    await send(10)
+    assert 4 < requests.limit < 10, "more again, step by step"
+    await send(5000)
+    assert requests.limit == 64, "and no more than before"
+
+
+class FakeClock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 async def test_a_namespace_whose_requests_hang_leaves_requests_to_others() -> None:
     server: Any = ApiServer()
     operator = Operator(OperatorSettings.load({}, {}), server, (b"key",), AgentCode(b"code"))

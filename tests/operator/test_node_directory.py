@@ -56,7 +56,8 @@ def nodes(*names: str) -> tuple[NodeDirectory, Any, Clock]:
 
     def touched(_: Key) -> None: ...
 
-    return NodeDirectory(server, ClusterCache(touched=touched, pool_changed=lambda _: None), clock), server, clock  # type: ignore[arg-type]
+    cache = ClusterCache(touched=touched, pool_changed=lambda _: None, pods_touched=touched)
+    return NodeDirectory(server, cache, clock), server, clock  # type: ignore[arg-type]
 
 
 async def test_what_the_watch_has_told_is_not_asked_for() -> None:

@@ -59,7 +59,7 @@ class Server:
         meta = {**found["metadata"], "resourceVersion": str(int(found["metadata"]["resourceVersion"]) + 1)}
         return {**found, "metadata": meta, "status": {**found.get("status", {}), **body["status"]}}
 
-    async def create(self, resource: Any, namespace: str, body: Any, *, dry_run: bool = False) -> Any:
+    async def create(self, resource: Any, namespace: str, body: Any, *, dry_run: bool = False, **_: Any) -> Any:
         self.created.append(body)
         return {**body, "metadata": {"resourceVersion": "1", "uid": "u", **body["metadata"]}}
 

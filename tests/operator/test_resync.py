@@ -30,7 +30,7 @@ class Server:
         self.version = 1
 
     async def list(
-        self, resource: Any, namespace: str | None, *, labels: str | None, metadata_only: bool = False
+        self, resource: Any, namespace: str | None, *, labels: str | None = None, metadata_only: bool = False, **_: Any
     ) -> AsyncIterator[ListPage]:
         assert metadata_only == (resource.plural == "configmaps")
         self.version += 1
@@ -52,7 +52,7 @@ def server() -> Any:
 
 @pytest.fixture
 def deaf() -> list[str]:
-    """Grows by one whenever the watch is taken for deaf."""
+    """Grows by the kinds whose watch is taken for deaf."""
     return []
 
 
@@ -63,7 +63,15 @@ def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Res
     frozen, agent = FrozenTemplates(server, (b"",)), AgentCode(b"code")
     budgets = DisruptionBudgets(server, enabled=False)
     return Resync(
-        server, cache, frozen, agent, budgets, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None
+        server,
+        cache,
+        frozen,
+        agent,
+        budgets,
+        (),
+        300.0,
+        deaf=lambda kinds: deaf.extend(kind.plural for kind in kinds),
+        wake=lambda _: None,
     )
 
 
@@ -90,7 +98,7 @@ async def test_a_stream_that_has_gone_deaf_is_not_hidden_by_another_that_talks(
     server.there["pods"] = [pod()]
     asyncio.get_running_loop().call_later(0.05, resync.note_event, NODES)
     await resync.run_once()
-    assert deaf == ["deaf"]
+    assert deaf == ["pods"]
 
 
 async def test_an_event_that_comes_a_moment_after_the_list_tells_of_no_deafness(

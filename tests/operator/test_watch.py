@@ -16,11 +16,11 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import Configuration
 from structlog.testing import capture_logs
 
-from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
-from everstep_operator.cluster.watch import POD_SELECTOR, KopfWatch
+from everstep_operator.cluster.resources import JOBS, POOLS, ApiResource
+from everstep_operator.cluster.watch import KopfWatch
 from tests.integration.world import until
 
-BY_PLURAL = {resource.plural: resource for resource in (JOBS, PODS, POOLS, NODES)}
+BY_PLURAL = {resource.plural: resource for resource in (JOBS, POOLS)}
 Stream = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
@@ -36,7 +36,6 @@ class ApiServer:
         self.jobs = [job("listed", 5)]
         self.watches: asyncio.Queue[web.Response | Stream] = asyncio.Queue()
         self.lists = 0
-        self.selectors: set[str] = set()
         self.unexpected: list[str] = []
         self.forbidden: set[tuple[str, str]] = set()  # namespace, and verb: list or watch
 
@@ -51,8 +50,6 @@ class ApiServer:
                 return web.json_response({"kind": "Status", "code": 403, "reason": "Forbidden"}, status=403)
             if "watch" in request.query:
                 return await self._watch(request, plural)
-            if plural == "pods":
-                self.selectors.add(request.query.get("labelSelector", ""))
             self.lists += plural == "trainingjobs"
             items = self.jobs if plural == "trainingjobs" else []
             if namespace:
@@ -163,13 +160,12 @@ async def seen() -> AsyncIterator[Seen]:
         yield made
 
 
-async def test_lists_then_watches_and_asks_the_server_to_filter_pods(seen: Seen) -> None:
+async def test_lists_then_watches(seen: Seen) -> None:
     assert await seen.next() == (JOBS, None, "listed")
     seen.server.watches.put_nowait(event("ADDED", job("new", 10)))
     assert await seen.next() == (JOBS, "ADDED", "new")
     seen.server.watches.put_nowait(event("DELETED", job("new", 11)))
     assert await seen.next() == (JOBS, "DELETED", "new")
-    assert seen.server.selectors == {POD_SELECTOR}
 
 
 @pytest.mark.parametrize(

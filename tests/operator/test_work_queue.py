@@ -30,6 +30,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.working: set[str] = set()
         self.touched: set[str] = set()  # since their last look began
         self.due: dict[str, float] = {}
+        self.taken: dict[str, float] = {}  # when each was last taken
 
     @rule(key=KEYS)
     def add(self, key: str) -> None:
@@ -40,6 +41,15 @@ class QueueMachine(RuleBasedStateMachine):
     def add_after(self, key: str, delay: float) -> None:
         self.queue.add_after(key, delay)
         self.due[key] = min(self.due.get(key, float("inf")), self.clock.now + delay)
+
+    @rule(key=KEYS, gap=st.floats(0.1, 3))
+    def add_spaced(self, key: str, gap: float) -> None:
+        self.queue.add_spaced(key, gap)
+        due = self.taken.get(key, float("-inf")) + gap
+        if due <= self.clock.now:
+            self.touched.add(key)
+        else:
+            self.due[key] = min(self.due.get(key, float("inf")), due)
 
     @rule(seconds=st.floats(0, 6))
     def time_passes(self, seconds: float) -> None:
@@ -55,6 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert key not in self.working, "two looks at one job at a time"
         assert key in self.touched, "a look that nobody asked for"
         self.working.add(key)
+        self.taken[key] = self.clock.now
         self.touched.discard(key)
         self.due.pop(key, None)
 
@@ -92,6 +103,39 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
+
+
+def test_a_volley_of_events_is_two_looks_and_the_last_event_is_seen() -> None:
+    clock = Clock()
+    queue: DelayQueue[str] = DelayQueue(clock)
+    seen, events = [], 0
+    for _ in range(64):  # for a second, with a gap of a quarter
+        events += 1
+        queue.add_spaced("a", 0.25)
+        if queue.take() is not None:
+            seen.append((clock.now, events))
+            events += 1
+            queue.add_spaced("a", 0.25)  # while it is in work
+            queue.done("a")
+        clock.now += 1 / 64
+    clock.now += 0.25
+    assert queue.take() == "a", "the last event leads to a look"
+    assert [round(at - 1000.0, 2) for at, _ in seen] == [0.0, 0.25, 0.5, 0.75]
+    queue.done("a")
+    queue.discard("a")
+    queue.add_spaced("a", 0.25)
+    assert queue.take() == "a", "nothing is kept of what is gone"
+
+
+def test_an_event_after_a_pause_is_looked_at_at_once() -> None:
+    clock = Clock()
+    queue: DelayQueue[str] = DelayQueue(clock)
+    queue.add_spaced("a", 0.25)
+    assert queue.take() == "a"
+    queue.done("a")
+    clock.now += 10
+    queue.add_spaced("a", 0.25)
+    assert queue.take() == "a"
 
 
 def test_first_in_first_out() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from everstep_operator import health, logs, metrics, open_file_limit
+from everstep_operator import garbage_collector, health, logs, metrics, open_file_limit
 from everstep_operator.api.status import Phase
 from everstep_operator.cluster import errors, operator_key
 from everstep_operator.cluster.action_executor import ActionExecutor, StaleObject
@@ -36,10 +36,11 @@ from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
+from everstep_operator.cluster.object_stream import RawObject, StreamWatch
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
-from everstep_operator.cluster.watch import KopfWatch, RawObject
+from everstep_operator.cluster.watch import KopfWatch
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan.node_signals import index_rules
 from everstep_operator.plan.plan_settings import PlanSettings as PlanSettings
@@ -51,6 +52,9 @@ log = structlog.get_logger(__name__)
 PHASES = tuple(phase.value for phase in Phase)
 DRAIN_SECONDS = 10.0
 REPORTED_FAILURES = 5  # failures in a row of which an event tells: about three seconds of them
+# Between two looks at a job for the sake of its pods: what a look costs grows with the pods, too.
+GAP_SECONDS_PER_POD, GAP_MAX_SECONDS = 0.00025, 0.25
+STEP_GAP_SECONDS = 1.0  # … of a pod in the middle of a start, or of another job that waits for the same nodes
 # The watch's list is over when it has told nothing for so long: after its last object, and where there is none.
 LISTED_SECONDS, STARTED_SECONDS = 0.5, 5.0
 
@@ -66,7 +70,11 @@ class Operator:
         self.workers = FairShare(settings.workers)
         self.queue: WorkQueue[Key] = WorkQueue(share=self.workers, namespace=lambda key: key[0])
         rules = index_rules(rule.to_rule() for rule in settings.node_signals)
-        self.cache = ClusterCache(touched=self.queue.add, pool_changed=self._requeue_jobs_of_pool, node_rules=rules)
+        self.cache = ClusterCache(
+            touched=self.queue.add, pool_changed=self._requeue_jobs_of_pool, pods_touched=self._requeue_spaced,
+            pods_started=self._requeue_in_a_moment,
+            node_rules=rules,
+        )  # fmt: skip
         self.leaders = LeaderPoller(
             self.queue.add_after,
             fence_timeout=settings.fence_timeout,
@@ -74,10 +82,11 @@ class Operator:
             limit=open_file_limit.raise_open_file_limit(settings.leader_connections),
         )
         self.frozen = FrozenTemplates(client, operator_keys)
-        self.gangs = WaitingGangs(self.queue.add)
+        self.gangs = WaitingGangs(self._requeue_in_a_moment)
         budgets = DisruptionBudgets(client, enabled=settings.disruption_budget)
         actor = ActionExecutor(client, self.cache, self.leaders, agent, self.frozen, operator_keys, budgets)
         actor.requests = FairSemaphore(settings.parallel_creates)
+        client.throttled = actor.requests.slow_down
         nodes = NodeDirectory(client, self.cache, client.clock.now)
         self.leases = NodeLeases(
             client, self.cache, self.queue.add, clock=client.clock.now, silence=settings.node_silence
@@ -100,8 +109,11 @@ class Operator:
         )
         self.resync = Resync(
             client, self.cache, self.frozen, agent, budgets, settings.watch_namespaces, settings.resync_seconds,
-            deaf=self.watch.restart, wake=self.queue.add, readable=self.watch.readmit,
+            deaf=self._restart_watches, wake=self.queue.add, readable=self.watch.readmit,
         )  # fmt: skip
+        self.streams = StreamWatch(
+            client, {PODS: self.cache.pods, NODES: self.cache.nodes}, self._receive_event, settings.watch_namespaces
+        )
         self._stores = {
             JOBS: self.cache.jobs, PODS: self.cache.pods, POOLS: self.cache.pools, NODES: self.cache.nodes
         }  # fmt: skip
@@ -112,9 +124,11 @@ class Operator:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`; then finish what is in work, briefly. An exception of any part ends all of them."""
         await self._fill_cache()
+        garbage_collector.tune_garbage_collector()
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self.watch.run(lambda: self._schedule_resync(STARTED_SECONDS))),
+                group.create_task(self.streams.run(self.resync.listed)),
                 group.create_task(self.resync.run()),
             ]
             if self.settings.out_of_service_taint:
@@ -210,7 +224,7 @@ class Operator:
         if kind == "DELETED":
             store.remove(object_key(raw), str((raw.get("metadata") or {}).get("uid") or ""), resource_version(raw))
             return
-        if (raw.get("metadata") or {}).get("namespace") in self.resync.forbidden:
+        if resource == JOBS and (raw.get("metadata") or {}).get("namespace") in self.resync.forbidden:
             self.resync.request_soon()  # it can be read again: all of its pods first, then its jobs
             return
         if kind is None:
@@ -223,6 +237,19 @@ class Operator:
         if self._listed is not None:
             self._listed.cancel()
         self._listed = asyncio.get_running_loop().call_later(seconds, self.resync.request_soon)
+
+    def _restart_watches(self, silent: set[ApiResource]) -> None:
+        """Start watches again that have not told what a list has shown."""
+        if silent & {JOBS, POOLS}:
+            self.watch.restart()
+        self.streams.restart(silent)
+
+    def _requeue_spaced(self, job: Key) -> None:
+        """Requeue a job of which a pod has changed; of a large set many do within a moment, and one look sees all."""
+        self.queue.add_spaced(job, min(GAP_MAX_SECONDS, self.cache.count_pods(job) * GAP_SECONDS_PER_POD))
+
+    def _requeue_in_a_moment(self, job: Key) -> None:
+        self.queue.add_spaced(job, STEP_GAP_SECONDS)
 
     def _requeue_jobs_of_pool(self, pool: str) -> None:
         """Requeue the jobs that may run in a pool which has changed."""

@@ -42,7 +42,7 @@ failed_saves = Counter("everstep_failed_saves_total", "Saves of checkpoints that
 node_seconds = Counter("everstep_node_seconds_total", "Time of nodes that pods of jobs have held", ["capacity"])
 cost = Counter("everstep_cost_total", "Price of that time, by the prices of the pools")
 savings = Counter("everstep_savings_total", "How much more the spot nodes among them would have cost on demand")
-watch_restarts = Counter("everstep_watch_restarts_total", "Times the watcher ended and was started again")
+watch_restarts = Counter("everstep_watch_restarts_total", "Times a watch failed and was started again")
 resync_seconds = Gauge("everstep_resync_age_seconds", "Since the last complete list of everything")
 resync_repairs = Counter(
     "everstep_resync_repairs_total", "Objects the watch had missed, found by listing", ["resource", "kind"]

@@ -22,9 +22,11 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject
+from everstep_operator.cluster.api_answer import ApiObject
 from everstep_operator.cluster.cache import CacheEntry, ClusterCache, Key, resource_version
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
+from everstep_operator.cluster.job_memory import JobMemory
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.node_failures import NodeFailures
@@ -56,23 +58,6 @@ EDIT_REPORT_SECONDS = 60.0
 PATIENT_FAILURES = 3  # in a row, until a webhook that is unavailable is told in the status
 
 
-@dataclass
-class _Memory:
-    """The state of one job that this process keeps in memory beside what is stored.
-
-    It ends with the job, because names are used again.
-    """
-
-    uid: str
-    status: TrainingJobStatus | None = None  # as this process has last stored or found it, while the job is active
-    status_written_at: float | None = None  # by us, for what may wait for the next write
-    edit_reported_at: float | None = None  # when its users were last told that somebody has changed its status
-    scale_up_at: float | None = None  # when a node was last promised to a pod of the job
-    status_refused: bool = False  # its users have been told so
-    unreadable: int | None = None  # the version of which they have been told that it breaks the rules
-    kept: dict[str, Any] = field(default_factory=dict)  # fields of the status that the CRDs have no place for
-
-
 @dataclass(frozen=True)
 class _Obstacle:
     """A pod that a plan would make is there. `rejection`: it is somebody else's."""
@@ -98,7 +83,7 @@ class Reconciler:
     settings: PlanSettings
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
-    _memories: dict[Key, _Memory] = field(default_factory=dict)
+    _memories: dict[Key, JobMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.statuses = StatusWriter(self.client)
@@ -203,8 +188,12 @@ class Reconciler:
             self._forget_job(key, "")
             return None
         memory = self._get_memory(key, entry.uid)
+        if memory.read is not None and memory.read[0] is entry:
+            return memory.read[1]  # most looks are for the sake of pods
         try:
-            return TrainingJob.parse_stored(entry.value)
+            job = TrainingJob.parse_stored(entry.value)
+            memory.read = (entry, job)
+            return job
         except ValidationError as error:
             # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
             self.leaders.stop_polling(key)
@@ -341,6 +330,8 @@ class Reconciler:
         written, memory = TrainingJob.parse_stored(stored), self._get_memory(key, job.metadata.uid)
         memory.status_written_at, memory.status = self.clock(), written.status
         memory.kept = self.statuses.undeclared.keep(status)
+        if (entry := self.cache.jobs.get(key)) is not None and entry.version == resource_version(stored):
+            memory.read = (entry, written)
         metrics.record_status_change(job, written.status, self.clock())
         if (written.spec, written.unknown_fields) != (job.spec, job.unknown_fields):
             # Nobody has edited it, but the CRDs: a watch that began before them goes on for a second as it was, and
@@ -420,13 +411,13 @@ class Reconciler:
         memory = self._memories.get(key)
         return memory.uid if memory is not None else None
 
-    def _get_memory(self, key: Key, uid: str) -> _Memory:
+    def _get_memory(self, key: Key, uid: str) -> JobMemory:
         """Return what is known of this very job. Whatever is kept by name was its predecessor's, and is dropped."""
         memory = self._memories.get(key)
         if memory is None or memory.uid != uid:
             if memory is not None:
                 self._forget_job(key, memory.uid)
-            memory = self._memories[key] = _Memory(uid)
+            memory = self._memories[key] = JobMemory(uid)
         return memory
 
     def _forget_job(self, key: Key, uid: str) -> None:

@@ -7,8 +7,9 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 from pydantic.alias_generators import to_snake
@@ -365,6 +366,10 @@ class TrainingJobSpec(ApiModel):
 
         A default counts as absent, so that fields of a later version change no job that does not use them.
         """
+        return self._pods_hash
+
+    @cached_property
+    def _pods_hash(self) -> str:  # a spec never changes, and each look at its job asks for this
         said = self._explicit_fields()
         # The API server takes these lists for the same in any order, and so is nobody told of another one.
         over = said.get("podTemplate", {}).get("spec", {})
@@ -372,6 +377,12 @@ class TrainingJobSpec(ApiModel):
             if isinstance(over[kind], list):
                 over[kind] = sorted(over[kind], key=lambda item: str(item.get("name")))
         return self._hash_fields(said)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy, which has another hash if it has other fields."""
+        made = super().model_copy(update=update, deep=deep)
+        made.__dict__.pop("_pods_hash", None)
+        return made
 
     def legacy_pods_hash(self) -> str:
         """Return the hash of versions that took another order of containers or volumes for a change."""

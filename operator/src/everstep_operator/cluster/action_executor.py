@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,15 @@ from everstep.agent.wire.auth import job_token
 from everstep_operator.api.reasons import Reason
 from everstep_operator.cluster import agent_code, errors, events
 from everstep_operator.cluster.agent_code import AgentCode
+from everstep_operator.cluster.api_answer import ApiObject, Decode
 from everstep_operator.cluster.cache import ClusterCache
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.fair_share import FairSemaphore
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.out_of_service import OutOfServiceTaints
+from everstep_operator.cluster.pod_projection import decode_pod
 from everstep_operator.cluster.resources import BUDGETS, CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
 from everstep_operator.plan import actions as act
 from everstep_operator.plan.labels import LABEL_JOB, LABEL_TEMPLATE
@@ -160,7 +163,9 @@ class ActionExecutor:
 
     # --- objects made once
 
-    async def _ensure(self, resource: ApiResource, job: JobRef, body: Any) -> tuple[ApiObject, bool]:
+    async def _ensure(
+        self, resource: ApiResource, job: JobRef, body: Any, decode: Decode = json.loads
+    ) -> tuple[ApiObject, bool]:
         """Create an object, or make sure that what has its name is this job's. Return what is stored, and whether it is
         new.
 
@@ -169,7 +174,7 @@ class ActionExecutor:
         """
         rejection: errors.ApiError | None = None
         try:
-            return await self.client.create(resource, job.namespace, body), True
+            return await self.client.create(resource, job.namespace, body, decode=decode), True
         except errors.AlreadyExists:
             pass
         except _BY_ADMISSION as error:
@@ -292,9 +297,8 @@ class ActionExecutor:
         await self._run_in_parallel(job, (self._create_pod(job, action, index) for index in action.indices))
 
     async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int) -> None:
-        made, is_new = await self._ensure(
-            PODS, job, build_pod(action.frozen, index, action.epoch, action.leader, action.avoid, action.shun)
-        )
+        body = build_pod(action.frozen, index, action.epoch, action.leader, action.avoid, action.shun)
+        made, is_new = await self._ensure(PODS, job, body, decode_pod)
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
         name = made["metadata"]["name"]
         if not is_new and self.cache.pods.get((job.namespace, name)) is None:

@@ -11,11 +11,13 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import structlog
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.api_answer import ApiObject
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import CONFIG_MAPS
 
 log = structlog.get_logger(__name__)
@@ -77,9 +79,14 @@ class AgentCode:
     _present: set[str] = field(default_factory=set)
     _unused_since: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return compute_digest(self.code)
+
+    @cached_property
+    def encoded(self) -> str:
+        """Return the code as a ConfigMap holds it."""
+        return base64.b64encode(self.code).decode()
 
     @property
     def name(self) -> str:
@@ -94,7 +101,7 @@ class AgentCode:
                 "labels": {"app.kubernetes.io/managed-by": "everstep", AGENT_LABEL: self.digest[:12]},
             },
             "immutable": True,
-            "binaryData": {_FILE: base64.b64encode(self.code).decode()},
+            "binaryData": {_FILE: self.encoded},
         }
 
     async def ensure(self, client: Client, namespace: str) -> None:
@@ -103,7 +110,7 @@ class AgentCode:
         self._unused_since.pop((namespace, self.name), None)
         found = await self._stored(client, namespace)
         # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
-        if stored_digest(found) != self.digest:
+        if found.get("binaryData") != {_FILE: self.encoded} and stored_digest(found) != self.digest:
             self._present.discard(namespace)
             raise foreign_code_error(namespace, self.name)
         self._present.add(namespace)

@@ -25,6 +25,7 @@ from everstep_operator.plan.labels import LABEL_JOB
 from everstep_operator.plan.node_signals import DEFAULT_RULES, Rules
 from everstep_operator.plan.node_view import NodeView, parse_node
 from everstep_operator.plan.observation import PodView, parse_pod
+from everstep_operator.plan.pod_progress import is_bound, is_one_step, is_started
 
 log = structlog.get_logger(__name__)
 
@@ -189,15 +190,22 @@ class Listing(Generic[T]):
 
 @dataclass
 class ClusterCache:
-    """A cache of the whole cluster. `touched` is called with jobs to reconcile again, `pool_changed` with pools."""
+    """A cache of the whole cluster. `touched` is called with jobs that have changed and are to be reconciled again,
+    `pods_touched` with those of which a pod or a node under one has, `pods_started` with those of which a pod has come
+    one step further in its start, and `pool_changed` with pools."""
 
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
+    pods_touched: Callable[[Key], None] = lambda job: None
+    pods_started: Callable[[Key], None] | None = None  # default: `pods_touched`
     node_rules: Rules = field(default_factory=lambda: DEFAULT_RULES)  # by which Nodes are read that announce their end
     node_changes: int = 0  # how often what nodes can hold has changed
     node_view_changes: int = 0  # how often anything of a node has
     own_writes: set[Key] = field(default_factory=set)  # jobs whose status this operator writes at this moment
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
+    _sets: dict[Key, tuple[PodView, ...]] = field(default_factory=dict)  # `pods_of`, until a pod changes
+    _unbound: Counter[Key] = field(default_factory=Counter)  # pods of each job
+    _unstarted: Counter[Key] = field(default_factory=Counter)
     _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
 
     def __post_init__(self) -> None:
@@ -216,8 +224,14 @@ class ClusterCache:
 
     def pods_of(self, job: Key) -> tuple[PodView, ...]:
         """Return every pod with this job's label, whoever owns it."""
-        found = self._pods_of.get(job)
-        return tuple(found.values()) if found else ()
+        known = self._sets.get(job)
+        if known is None and (found := self._pods_of.get(job)):
+            known = self._sets[job] = tuple(found.values())
+        return known or ()
+
+    def count_pods(self, job: Key) -> int:
+        """Return how many pods have this job's label."""
+        return len(self._pods_of.get(job, ()))
 
     def jobs_on(self, node: str) -> tuple[Key, ...]:
         """Return the jobs with a pod that is bound to this node."""
@@ -247,7 +261,7 @@ class ClusterCache:
         if old != new:  # a kubelet writes its node's status every few minutes, to say nothing new
             self.node_view_changes += 1
             for job in self.jobs_on(key[1]):
-                self.touched(job)
+                self.pods_touched(job)
 
     def _pod_noticed(self, key: Key, old: tuple[str, PodView] | None, new: tuple[str, PodView] | None) -> None:
         namespace, name = key
@@ -255,12 +269,32 @@ class ClusterCache:
             self._forget_pod((namespace, old[0]), name)
         if new is not None:
             self._pods_of[(namespace, new[0])][name] = new[1]
+            self._sets.pop((namespace, new[0]), None)
         if old is not None and old[1].node:
             self._leave_node(old[1].node, (namespace, old[0]))
         if new is not None and new[1].node:
             self._pods_on[new[1].node][(namespace, new[0])] += 1
+        for side, change in ((old, -1), (new, 1)):
+            if side is not None:
+                self._count_starting((namespace, side[0]), side[1], change)
         for job in {side[0] for side in (old, new) if side is not None and old != new}:
-            self.touched((namespace, job))
+            self._pick_touch((namespace, job), old, new)((namespace, job))
+
+    def _count_starting(self, job: Key, pod: PodView, change: int) -> None:
+        for counter, is_over in ((self._unbound, is_bound), (self._unstarted, is_started)):
+            if not is_over(pod):
+                counter[job] += change
+                if not counter[job]:
+                    del counter[job]
+
+    def _pick_touch(
+        self, job: Key, old: tuple[str, PodView] | None, new: tuple[str, PodView] | None
+    ) -> Callable[[Key], None]:
+        if self.pods_started is None or (old is not None and new is not None and old[0] != new[0]):
+            return self.pods_touched
+        before, now = (side[1] if side is not None else None for side in (old, new))
+        one_step = is_one_step(before, now, self._unbound[job], self._unstarted[job])
+        return self.pods_started if one_step else self.pods_touched
 
     def _leave_node(self, node: str, job: Key) -> None:
         jobs = self._pods_on[node]
@@ -273,6 +307,7 @@ class ClusterCache:
     def _forget_pod(self, job: Key, name: str) -> None:
         pods = self._pods_of.get(job, {})
         pods.pop(name, None)
+        self._sets.pop(job, None)
         if not pods:
             self._pods_of.pop(job, None)
 

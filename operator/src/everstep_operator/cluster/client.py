@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -26,13 +25,19 @@ from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
 from everstep_operator.cluster import errors
+from everstep_operator.cluster.api_answer import (
+    ApiObject,
+    Decode,
+    compute_retry_delay,
+    encode_body,
+    parse_response,
+    typed_errors,
+)
 from everstep_operator.cluster.api_session import open_api_session
 from everstep_operator.cluster.resources import LEASES, ApiResource
 from everstep_operator.cluster.server_clock import ServerClock
 
 log = structlog.get_logger(__name__)
-
-ApiObject = dict[str, Any]
 
 
 class ListPage(NamedTuple):
@@ -42,9 +47,12 @@ class ListPage(NamedTuple):
 
 FIELD_MANAGER = "everstep-operator"
 _ATTEMPTS = 5
-_RETRY_AFTER_MAX = 30.0
 # Objects on one page of a list. Whoever may create them decides how large they are, up to 1.5 MiB each.
 PAGE = 100
+WATCH_SECONDS = 300  # after which the server ends a watch
+# A server sends a bookmark each minute. A stream that says nothing for longer may have been cut somewhere on its way.
+SILENCE_SECONDS = 75.0
+_METHODS = {"get": "GET", "list": "GET", "create": "POST", "delete": "DELETE", "patch": "PATCH", "update": "PUT"}
 _JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"  # JSON is YAML, and every server with server-side apply knows this type
 _MERGE = "application/merge-patch+json"
@@ -85,6 +93,7 @@ class Client:
         self.may_write: Callable[[], None] = lambda: (
             None
         )  # raises where another process may act: see `OperatorLease.check`
+        self.throttled: Callable[[], None] = lambda: None  # called when the server rejects a request for their number
         self.used: set[tuple[str, str, str]] = (
             set()
         )  # (verb, group, resource[/subresource]), compared with rbac.USED_PERMISSIONS
@@ -102,7 +111,7 @@ class Client:
     # --- reading
 
     async def get(self, resource: ApiResource, namespace: str | None, name: str) -> ApiObject:
-        return await self._send_with_retries("get", resource, "GET", resource.path(namespace, name))
+        return await self._send_with_retries("get", resource, resource.path(namespace, name))
 
     async def list(
         self,
@@ -113,6 +122,7 @@ class Client:
         fields: str | None = None,
         page: int = PAGE,
         metadata_only: bool = False,
+        decode: Decode = json.loads,
     ) -> AsyncIterator[ListPage]:
         """Yield all objects, page by page.
 
@@ -123,6 +133,7 @@ class Client:
             fields: A field selector.
             page: Most objects on a page.
             metadata_only: Whether no more of each object is wanted than its metadata.
+            decode: Decodes a page.
 
         Raises:
             Gone: The server has compacted the pages away: start over.
@@ -135,7 +146,7 @@ class Client:
             query += [("continue", token)] if token else []
             accept = _METADATA_LIST if metadata_only else _JSON
             answer = await self._send_with_retries(
-                "list", resource, "GET", resource.path(namespace), query, accept=accept
+                "list", resource, resource.path(namespace), query, accept=accept, decode=decode
             )
             meta = answer.get("metadata") or {}
             yield ListPage(answer.get("items") or [], int(meta.get("resourceVersion") or 0))
@@ -143,10 +154,77 @@ class Client:
             if not token:
                 return
 
+    async def watch(
+        self, resource: ApiResource, namespace: str | None = None, *, version: int, labels: str | None = None
+    ) -> AsyncGenerator[bytes]:
+        """Yield events as they come, each as its line of JSON, until the server ends the stream or falls silent.
+
+        Args:
+            resource: The kind.
+            namespace: The namespace; None for all of them.
+            version: The resourceVersion after which to begin.
+            labels: A label selector.
+
+        Raises:
+            Gone: The server no longer knows what happened after that version.
+        """
+        path = resource.path(namespace)
+        query = [("watch", "true"), ("resourceVersion", str(version)), ("allowWatchBookmarks", "true")]
+        query += [("timeoutSeconds", str(WATCH_SECONDS))]
+        query += [("labelSelector", labels)] if labels else []
+        self.used.add(("watch", resource.group, resource.plural))
+        try:
+            response = await self._open_watch(resource, path, query)
+        except errors.Unauthorized:
+            if not await self._login_again():
+                raise
+            response = await self._open_watch(resource, path, query)
+        async with response:
+            rest = b""
+            while True:
+                with typed_errors("watch", path):
+                    try:
+                        data = await response.content.readany()
+                    except TimeoutError:
+                        log.info("a watch was silent", path=path, seconds=SILENCE_SECONDS)
+                        return
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    yield line
+
+    async def _open_watch(self, resource: ApiResource, path: str, query: Any) -> aiohttp.ClientResponse:
+        code = "error"
+        try:
+            with typed_errors("watch", path):
+                response = await self._session.get(
+                    self.configuration.host + path,
+                    params=query,
+                    headers={"Accept": _JSON},
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS),
+                )
+                code = str(response.status)
+                if response.status == 200:
+                    return response
+                async with response:
+                    data = await response.read()
+        finally:
+            metrics.api_requests.labels("watch", resource.plural, code).inc()
+        parse_response(response, data)
+        raise errors.ServerError(response.status, "NotOK", "not an API server's answer to a watch")
+
     # --- writing
 
     async def create(
-        self, resource: ApiResource, namespace: str | None, body: ApiObject, *, dry_run: bool = False
+        self,
+        resource: ApiResource,
+        namespace: str | None,
+        body: ApiObject,
+        *,
+        dry_run: bool = False,
+        decode: Decode = json.loads,
     ) -> ApiObject:
         """Create an object, and return what the server made of it. Raises `AlreadyExists`, or `Unreachable` with `sent`
         set when nobody knows.
@@ -158,7 +236,7 @@ class Client:
         if dry_run:
             query.append(("dryRun", "All"))
         return await self._send_with_retries(
-            "create", resource, "POST", resource.path(namespace), query, body, blind=dry_run
+            "create", resource, resource.path(namespace), query, body, blind=dry_run, decode=decode
         )
 
     async def delete(
@@ -175,7 +253,7 @@ class Client:
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
-            await self._send_with_retries("delete", resource, "DELETE", resource.path(namespace, name), (), body)
+            await self._send_with_retries("delete", resource, resource.path(namespace, name), (), body)
         except errors.NotFound:
             return False
         except errors.Conflict:
@@ -188,25 +266,25 @@ class Client:
         name = body["metadata"]["name"]
         path = resource.path(namespace, name, "status")
         query = [("fieldManager", self._field_manager), ("force", "true")]
-        return await self._send_with_retries("patch", resource, "PATCH", path, query, body, sub="status", kind=_APPLY)
+        return await self._send_with_retries("patch", resource, path, query, body, sub="status", kind=_APPLY)
 
     async def merge_status(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
         """JSON merge patch of `status`, where null removes a field whoever owns it. `body` carries the name and the
         resourceVersion that was read: a stale one is `Conflict`."""
         path = resource.path(namespace, body["metadata"]["name"], "status")
         query = [("fieldManager", self._field_manager)]
-        return await self._send_with_retries("patch", resource, "PATCH", path, query, body, sub="status", kind=_MERGE)
+        return await self._send_with_retries("patch", resource, path, query, body, sub="status", kind=_MERGE)
 
     async def merge(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
         """JSON merge patch. `body` carries the name and the resourceVersion that was read: see `merge_status`."""
         path = resource.path(namespace, body["metadata"]["name"])
         query = [("fieldManager", self._field_manager)]
-        return await self._send_with_retries("patch", resource, "PATCH", path, query, body, kind=_MERGE)
+        return await self._send_with_retries("patch", resource, path, query, body, kind=_MERGE)
 
     async def replace(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
         """Send a PUT with the body's resourceVersion (the Lease)."""
         path = resource.path(namespace, body["metadata"]["name"])
-        return await self._send_once("update", resource, "PUT", path, (), body)
+        return await self._send_once("update", resource, path, (), body)
 
     # --- how
 
@@ -214,7 +292,6 @@ class Client:
         self,
         verb: str,
         resource: ApiResource,
-        method: str,
         path: str,
         query: Any = (),
         body: ApiObject | None = None,
@@ -223,6 +300,7 @@ class Client:
         kind: str = _JSON,
         accept: str = _JSON,
         blind: bool = True,
+        decode: Decode = json.loads,
     ) -> ApiObject:
         """Send a request, again while that can help. `blind`: it may be repeated although it may have been
         processed."""
@@ -237,13 +315,13 @@ class Client:
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(is_worth_repeating),
             stop=tenacity.stop_after_attempt(self._attempts) | tenacity.stop_after_delay(3 * self._timeout),
-            wait=_retry_delay,
+            wait=compute_retry_delay,
             reraise=True,
         )
         async for attempt in retrying:
             with attempt:
                 return await self._send_once(
-                    verb, resource, method, path, query, body, sub=sub, kind=kind, accept=accept
+                    verb, resource, path, query, body, sub=sub, kind=kind, accept=accept, decode=decode
                 )
         raise AssertionError("tenacity re-raises")
 
@@ -251,7 +329,6 @@ class Client:
         self,
         verb: str,
         resource: ApiResource,
-        method: str,
         path: str,
         query: Any = (),
         body: ApiObject | None = None,
@@ -259,17 +336,21 @@ class Client:
         sub: str = "",
         kind: str = _JSON,
         accept: str = _JSON,
+        decode: Decode = json.loads,
     ) -> ApiObject:
-        what = f"{resource.plural}/{sub}" if sub else resource.plural
+        method, what = _METHODS[verb], f"{resource.plural}/{sub}" if sub else resource.plural
         if method != "GET" and resource != LEASES:
             self.may_write()
         self.used.add((verb, resource.group, what))
         try:
-            return await self._send(verb, what, method, path, query, body, kind, accept)
+            return await self._send(verb, what, method, path, query, body, kind, accept, decode)
         except errors.Unauthorized:
             if not await self._login_again():
                 raise
-            return await self._send(verb, what, method, path, query, body, kind, accept)
+            return await self._send(verb, what, method, path, query, body, kind, accept, decode)
+        except errors.TooManyRequests:
+            self.throttled()
+            raise
 
     async def _send(
         self,
@@ -281,31 +362,29 @@ class Client:
         body: ApiObject | None,
         kind: str,
         accept: str = _JSON,
+        decode: Decode = json.loads,
     ) -> ApiObject:
         started, asked_at = time.monotonic(), self.clock.steady()
         code = "error"
         try:
-            response = await self._session.request(
-                method,
-                self.configuration.host + path,
-                params=list(query),
-                headers={"Accept": accept, "Content-Type": kind},
-                data=None if body is None else json.dumps(body),
-                allow_redirects=False,  # the token is for this server alone
-                timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
-            )
-            async with response:
-                code = str(response.status)
-                self.clock.observe(response.headers.get("Date", ""), asked_at)
-                data = await response.read()
-        except aiohttp.ClientConnectorError as error:
-            raise errors.Unreachable(f"{method} {path}: {error}", sent=False) from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise errors.Unreachable(f"{method} {path}: {type(error).__name__} {error}", sent=True) from error
+            with typed_errors(method, path):
+                response = await self._session.request(
+                    method,
+                    self.configuration.host + path,
+                    params=list(query),
+                    headers={"Accept": accept, "Content-Type": kind},
+                    data=None if body is None else encode_body(body),
+                    allow_redirects=False,  # the token is for this server alone
+                    timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
+                )
+                async with response:
+                    code = str(response.status)
+                    self.clock.observe(response.headers.get("Date", ""), asked_at)
+                    data = await response.read()
         finally:
             metrics.api_requests.labels(verb, what, code).inc()
             metrics.api_seconds.labels(verb).observe(time.monotonic() - started)
-        return _parse_response(response, data)
+        return parse_response(response, data, decode)
 
     async def _login_again(self) -> bool:
         """Log in again once a kubeconfig's token has run out, at most every 10 s (in a pod the client re-reads its own
@@ -318,25 +397,3 @@ class Client:
         self.configuration.refresh_api_key_hook = fresh.refresh_api_key_hook
         log.info("logged in again")
         return True
-
-
-def _retry_delay(state: tenacity.RetryCallState) -> float:
-    """Return the seconds that the server asked for (Retry-After), else 0.1 s doubling; jittered, or 50 rejected creates
-    return as one."""
-    error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, errors.ApiError) and error.retry_after is not None:
-        return min(error.retry_after, _RETRY_AFTER_MAX) * (1 + random.random() / 4)  # noqa: S311
-    return float(min(5.0, 0.1 * 2.0**state.attempt_number) * (0.5 + random.random() / 2))  # noqa: S311
-
-
-def _parse_response(response: aiohttp.ClientResponse, data: bytes) -> ApiObject:
-    try:
-        parsed = json.loads(data) if data else {}
-    except ValueError:
-        parsed = data[:512].decode("utf-8", "replace")
-    if 200 <= response.status < 300:
-        if not isinstance(parsed, dict):
-            raise errors.ServerError(response.status, "NotJSON", f"not an API server's answer: {parsed!r}")
-        return parsed
-    retry_after = response.headers.get("Retry-After", "")
-    raise errors.from_status(response.status, parsed, retry_after=float(retry_after) if retry_after.isdigit() else None)

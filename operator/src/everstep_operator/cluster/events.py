@@ -11,7 +11,8 @@ import secrets
 import structlog
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.api_answer import ApiObject
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import EVENTS, JOBS
 from everstep_operator.plan.actions import JobEvent
 from everstep_operator.plan.observation import parse_timestamp

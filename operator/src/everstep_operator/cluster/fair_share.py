@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 SLOW_SECONDS = 10.0  # looks and requests take some milliseconds, where the API server is overloaded some seconds
 EXTRA = 4  # so many times the limit exist, while slots are held for long
 FORGET_ABOVE = 10_000  # namespaces
+SLOW_DOWN_SECONDS = 1.0
+LEAST_LIMIT = 4.0  # of requests, however many the server rejects
 
 
 @dataclass(eq=False, slots=True)
@@ -134,10 +136,17 @@ def _add(counter: Counter[str], namespace: str, more: int) -> None:
 
 
 class FairSemaphore:
-    """A semaphore whose slots are given out by `FairShare`; within a namespace, first come, first served."""
+    """A semaphore whose slots are given out by `FairShare`; within a namespace, first come, first served.
+
+    The limit adapts to a server that rejects requests for their number: `slow_down` halves it, and each slot that is
+    given back raises it by a little, up to what it was (additive increase, multiplicative decrease, as in TCP).
+    """
 
     def __init__(self, limit: int) -> None:
         self._share = FairShare(limit, time.monotonic)
+        self._most = limit
+        self._allowed = float(limit)  # the present limit, with its fraction
+        self._slowed_at = float("-inf")
         self._waiting: dict[str, deque[asyncio.Future[WorkerSlot]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -149,7 +158,24 @@ class FairSemaphore:
             yield
         finally:
             self._share.give_back(slot)
+            self._set_limit(self._allowed + 1 / self._allowed)
             self._serve()
+
+    @property
+    def limit(self) -> int:
+        """Return how many slots may be held now, not counting slow ones."""
+        return self._share.limit
+
+    def slow_down(self) -> None:
+        """Halve the limit. A volley of rejections within a second is one."""
+        now = self._share.clock()
+        if now - self._slowed_at >= SLOW_DOWN_SECONDS:
+            self._slowed_at = now
+            self._set_limit(self._allowed / 2)
+
+    def _set_limit(self, allowed: float) -> None:
+        self._allowed = min(float(self._most), max(LEAST_LIMIT, allowed))
+        self._share.limit = min(self._most, int(self._allowed))
 
     async def _acquire(self, namespace: str) -> WorkerSlot:
         turn: asyncio.Future[WorkerSlot] = asyncio.get_running_loop().create_future()

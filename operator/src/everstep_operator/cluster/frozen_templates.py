@@ -5,7 +5,8 @@ from __future__ import annotations
 import structlog
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.api_answer import ApiObject
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import CONFIG_MAPS
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.template import read_frozen_template

@@ -19,7 +19,8 @@ import structlog
 
 from everstep.agent.system.clock import read_boottime
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.api_answer import ApiObject
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import LEASES
 
 log = structlog.get_logger(__name__)

@@ -10,8 +10,9 @@ from typing import Any
 import structlog
 
 from everstep_operator.cluster import errors
+from everstep_operator.cluster.api_answer import ApiObject
 from everstep_operator.cluster.cache import ClusterCache
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import NODES
 from everstep_operator.plan.out_of_service import (
     TAINT_KEY,

@@ -21,18 +21,18 @@ import structlog
 from everstep_operator import metrics
 from everstep_operator.cluster import agent_code, errors
 from everstep_operator.cluster.agent_code import ALL, AgentCode
+from everstep_operator.cluster.api_answer import ApiObject
 from everstep_operator.cluster.cache import ClusterCache, ObjectCache
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.comparison import compare_with_list
 from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, POOLS, ApiResource
-from everstep_operator.cluster.watch import POD_SELECTOR
 
 log = structlog.get_logger(__name__)
 
 FINISHED_PHASES = ("Succeeded", "Failed")
-MAX_TRIES = 3
 _KEPT = ("namespace", "name", "uid")  # of the metadata of agents' ConfigMaps
 EVENT_DELAY_SECONDS = 1.0  # seconds that an event may take: the watch gathers what comes within a tenth of a second
 
@@ -46,12 +46,13 @@ class Resync:
     budgets: DisruptionBudgets
     namespaces: tuple[str, ...]
     period: float
-    deaf: Callable[[], None]  # the watch has to be started again
+    deaf: Callable[[set[ApiResource]], None]  # the watches of these kinds have to be started again
     wake: Callable[[tuple[str, str]], None]
     readable: Callable[[set[str]], None] = lambda namespaces: None  # these could not be read, and can be again
     tried_at: float = field(default_factory=time.monotonic)
     done_at: float | None = None
     forbidden: set[str] = field(default_factory=set)  # watched namespaces that the last turn could not read
+    listed: dict[tuple[ApiResource, str | None], int] = field(default_factory=dict)  # versions of the newest lists
     _events: Counter[ApiResource] = field(default_factory=Counter)
     _soon: asyncio.Event = field(default_factory=asyncio.Event)
     _logs: LogRateLimiter = field(default_factory=LogRateLimiter)
@@ -91,13 +92,13 @@ class Resync:
         before, first = self._events.copy(), self.done_at is None
         repaired: Counter[ApiResource] = Counter()
         forbidden: set[str] = set()
-        for resource, store, labels in (
-            (POOLS, self.cache.pools, None),
-            (PODS, self.cache.pods, POD_SELECTOR),  # before the jobs: a job seen without its pods would be restarted
-            (JOBS, self.cache.jobs, None),
-            (NODES, self.cache.nodes, None),
+        for resource, store in (
+            (POOLS, self.cache.pools),
+            (PODS, self.cache.pods),  # before the jobs: a job seen without its pods would be restarted
+            (JOBS, self.cache.jobs),
+            (NODES, self.cache.nodes),
         ):
-            repaired[resource] += await self._compare_all(resource, store, labels, forbidden)
+            repaired[resource] += await self._compare_all(resource, store, forbidden)
         if forbidden - self.forbidden:
             log.warning("cannot read watched namespaces; going on with the others", namespaces=sorted(forbidden))
         if back := self.forbidden - forbidden:
@@ -119,14 +120,14 @@ class Resync:
         """Restart the watch if a stream has missed something and is silent still: a list may be faster than an
         event."""
 
-        def silent() -> list[str]:
-            return [r.plural for r, count in repaired.items() if count and self._events[r] == before[r]]
+        def silent() -> set[ApiResource]:
+            return {r for r, count in repaired.items() if count and self._events[r] == before[r]}
 
         if silent():
             await asyncio.sleep(EVENT_DELAY_SECONDS)
         if streams := silent():
-            log.warning("the watch had missed changes", streams=streams)
-            self.deaf()
+            log.warning("the watch had missed changes", streams=sorted(each.plural for each in streams))
+            self.deaf(streams)
 
     def _active_uid(self, key: tuple[str, str]) -> str | None:
         """Return the UID of a job that is not finished, or None."""
@@ -135,9 +136,7 @@ class Resync:
             return None
         return entry.uid
 
-    async def _compare_all(
-        self, resource: ApiResource, store: ObjectCache[Any], labels: str | None, forbidden: set[str]
-    ) -> int:
+    async def _compare_all(self, resource: ApiResource, store: ObjectCache[Any], forbidden: set[str]) -> int:
         """Compare one kind in all namespaces. A watched namespace that was deleted took its Role with it: it joins
         `forbidden`."""
         repaired = 0
@@ -145,37 +144,19 @@ class Resync:
         for place in places:
             if place in forbidden:
                 continue
-            for attempt in range(MAX_TRIES):
-                try:
-                    repaired += await self._compare_in(place, resource, store, labels)
-                    break
-                except errors.Gone:  # the pages were compacted away between two requests: from the start again
-                    if attempt == MAX_TRIES - 1:
-                        raise
-                except errors.NotAuthorized:
-                    if place is None or len(forbidden) + 1 == len(self.namespaces):
-                        raise
-                    forbidden.add(place)
-                    break
+            try:
+                found = await compare_with_list(self.client, resource, place, store)
+            except errors.NotAuthorized:
+                if place is None or len(forbidden) + 1 == len(self.namespaces):
+                    raise
+                forbidden.add(place)
+                continue
+            self.listed[(resource, place)] = found.version
+            if self.done_at is not None:  # the first list repairs nothing, it is the beginning
+                metrics.resync_repairs.labels(resource.plural, "ghost").inc(found.deleted)
+                metrics.resync_repairs.labels(resource.plural, "missed").inc(found.missed)
+            repaired += found.deleted + found.missed
         return repaired
-
-    async def _compare_in(
-        self, place: str | None, resource: ApiResource, store: ObjectCache[Any], labels: str | None
-    ) -> int:
-        known = store.newest
-        listing = None
-        async for page in self.client.list(resource, place, labels=labels):
-            listing = listing or store.listing(page.version, known, place)
-            for item in page.items:
-                listing.add(item)
-            await asyncio.sleep(0)  # a page is some milliseconds: let others in between
-        if listing is None:
-            return 0
-        deleted = listing.finish()
-        if self.done_at is not None:  # the first list repairs nothing, it is the beginning
-            metrics.resync_repairs.labels(resource.plural, "ghost").inc(deleted)
-            metrics.resync_repairs.labels(resource.plural, "missed").inc(listing.missed)
-        return deleted + listing.missed
 
     async def _collect_agents(self) -> None:
         found: list[ApiObject] = []

@@ -16,7 +16,8 @@ from everstep_operator.api.job import OPERATOR_NAME, TrainingJob
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Condition, ConditionType, Phase, TrainingJobStatus
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.api_answer import ApiObject
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.undeclared_fields import UndeclaredFields
 from everstep_operator.plan.plan_context import to_utc

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.action_executor import JobRef, check_ownership
+from everstep_operator.cluster.api_answer import ApiObject
 from everstep_operator.cluster.cache import ClusterCache, Key
-from everstep_operator.cluster.client import ApiObject, Client
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.fair_share import FairSemaphore
 from everstep_operator.cluster.resources import PODS
 from everstep_operator.plan.pod_manifest import make_pod_name

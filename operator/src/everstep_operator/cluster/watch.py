@@ -1,4 +1,5 @@
-"""kopf as a source of events: it logs in, lists, watches, re-lists. It is given nothing else to do.
+"""kopf as the source of events of TrainingJobs and TrainingPools: it logs in, lists, watches, re-lists. It is given
+nothing else to do. What comes by the thousand, pods and nodes, has streams of its own (object_stream.py).
 
 It runs in a thread with an event loop of its own, for a hard reason: it ends, by design, on some HTTP 410s and watch
 errors, and when it ends it cancels *every* task of its loop that was born after it (`run_tasks`, "hung tasks"). In
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -24,23 +25,17 @@ from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
 from everstep_operator.cluster.api_session import open_api_session
-from everstep_operator.cluster.client import PAGE
+from everstep_operator.cluster.client import PAGE, WATCH_SECONDS
 from everstep_operator.cluster.log_limit import LogRateLimiter
-from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
-from everstep_operator.plan.labels import LABEL_JOB
+from everstep_operator.cluster.object_stream import EventHandler
+from everstep_operator.cluster.resources import JOBS, POOLS, ApiResource
 
 log = structlog.get_logger(__name__)
 
-# Any value of the one label that is ours alone: `app.kubernetes.io/managed-by` is what tools set as their own.
-POD_SELECTOR = LABEL_JOB
-SERVER_TIMEOUT = 300
 BACKOFF_MAX = 5.0
 STEADY_SECONDS = 60.0
 GRACE_SECONDS = 3.0
 TRY_AGAIN_SECONDS, TRY_AGAIN_MAX = 30.0, 1800.0  # with a namespace that could not be watched: it costs a list of all
-
-RawObject = Mapping[str, Any]
-EventHandler = Callable[[ApiResource, str | None, RawObject], None]
 
 
 class KopfWatch:
@@ -183,7 +178,7 @@ class KopfWatch:
         async def login(**_: Any) -> kopf.AiohttpSession:
             return session
 
-        for resource in (JOBS, POOLS, PODS, NODES):
+        for resource in (JOBS, POOLS):
             on_event: Any = kopf.on.event(
                 resource.group, resource.version, resource.plural, id=resource.plural, registry=registry
             )
@@ -227,14 +222,13 @@ def _make_settings() -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.process.ultimate_exiting_timeout = None  # it would kill this thread, and with it the process
-    settings.watching.server_timeout = SERVER_TIMEOUT
+    settings.watching.server_timeout = WATCH_SECONDS
     settings.watching.connect_timeout = 10
-    # 5,000 pods in one list are 300 MiB for a moment. That a compacted page (410) ends kopf is no loss here.
+    # Large jobs in one list are much memory for a moment. That a compacted page (410) ends kopf is no loss here.
     settings.watching.chunk_size = PAGE
-    settings.watching.label_selectors["", "v1", "pods"] = POD_SELECTOR
     settings.networking.request_timeout = 30
     settings.networking.error_backoffs = (0.2, 0.5, 1, 2)  # then it ends, and is started again with a list
-    settings.queueing.idle_timeout = 1.0  # a worker per object lingers so long: 5,000 at start
+    settings.queueing.idle_timeout = 1.0  # a worker per object lingers so long
     settings.persistence.diffbase_storage = _NoDiff()
     return settings
 

@@ -39,6 +39,7 @@ class DelayQueue(Generic[K]):
     _due: dict[K, float] = field(default_factory=dict)  # the only truth about delays; the heap may hold stale entries
     _heap: list[tuple[float, int, K]] = field(default_factory=list)
     _failures: dict[K, int] = field(default_factory=dict)
+    _taken: dict[K, float] = field(default_factory=dict)  # when each key was last taken
     _counter: int = 0
 
     def add(self, key: K) -> None:
@@ -65,6 +66,12 @@ class DelayQueue(Generic[K]):
                 self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
                 heapq.heapify(self._heap)
 
+    def add_spaced(self, key: K, gap: float) -> None:
+        """Make `key` due at once, or `gap` seconds after it was last taken, if that is later. So a volley of events is
+        one look at its first and one at all others together; none is without a look that begins after it."""
+        last = self._taken.get(key)
+        self.add_after(key, 0.0 if last is None else last + gap - self.clock())
+
     def retry(self, key: K) -> float:
         """Make `key` due again after its back-off (full doubling, the upper half jittered), and return the delay in
         seconds."""
@@ -88,6 +95,7 @@ class DelayQueue(Generic[K]):
         nothing."""
         self._failures.pop(key, None)
         self._due.pop(key, None)
+        self._taken.pop(key, None)
 
     def take(self) -> K | None:
         """Return the next key to work on, or None. The caller owes `done`.
@@ -108,7 +116,7 @@ class DelayQueue(Generic[K]):
             self._slots[key] = self.share.take(namespace)
         # The look that starts now decides when the next one is due: a wish from before would wake it for nothing.
         self._due.pop(key, None)
-        self._working[key] = self.clock()
+        self._working[key] = self._taken[key] = self.clock()
         return key
 
     def _precedence(self, namespace: str) -> tuple[int, float]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from everstep_operator.api.job import TrainingJob
@@ -122,12 +123,12 @@ class PodView:
     def occupies(self) -> bool:
         """Return whether the pod holds its node and GPUs, and nobody has asked it to leave: a sidecar may outlive the
         trainer in it."""
-        return self.phase not in ("Succeeded", "Failed") and not self.deleting and self.gone_since is None
+        return self.phase not in ("Succeeded", "Failed") and self.deleting_since is None and self.gone_since is None
 
     @property
     def live(self) -> bool:
         """Return whether ranks may run in the pod now or later: nobody has asked it to leave, and its node exists."""
-        return self.ended is None and not self.deleting and self.gone_since is None
+        return self.ended is None and self.deleting_since is None and self.gone_since is None
 
     def format_address(self, port: int) -> str:
         """Return the address of a port of the pod, as in a URL: an IPv6 address stands in brackets."""
@@ -178,6 +179,9 @@ class Rejection:
     message: str
 
 
+_ORDER = attrgetter("index", "created", "uid")
+
+
 @dataclass(frozen=True)
 class Observation:
     """All that one plan may know. `pods` holds every pod with the job's label, also foreign and ended ones, and must
@@ -204,9 +208,23 @@ class Observation:
     @cached_property
     def ours(self) -> tuple[PodView, ...]:
         """Return the job's own pods by index; an object of another UID is never adopted."""
-        uid = self.job.metadata.uid
-        mine = (self._on_its_node(self._of_an_epoch_given_out(p)) for p in self.pods if p.owner == uid)
-        return tuple(sorted(mine, key=lambda p: (p.index, p.created, p.uid)))
+        uid, newest, odd = self.job.metadata.uid, self.newest_epoch, self._list_odd_nodes()
+        mine = [  # of thousands of pods nearly all are as they were read
+            p if 0 <= p.epoch <= newest and p.node not in odd else self._on_its_node(self._of_an_epoch_given_out(p))
+            for p in self.pods
+            if p.owner == uid
+        ]
+        return tuple(sorted(mine, key=_ORDER))
+
+    def _list_odd_nodes(self) -> set[str | None]:
+        """Return the names of nodes that tell something of the pods on them: see `_on_its_node`."""
+        known = self.job.status.disruption
+        odd: set[str | None] = set(known.nodes if known is not None else ())
+        return odd | {
+            name
+            for name, node in self.nodes.items()
+            if node.spot or node.signal is not None or node.lost_since is not None
+        }
 
     @cached_property
     def newest_epoch(self) -> int:

@@ -32,7 +32,7 @@ class PlanContext:
     def job(self) -> TrainingJob:
         return self.observed.job
 
-    @property
+    @cached_property
     def spec(self) -> TrainingJobSpec:
         return self.observed.job.spec
 
@@ -51,19 +51,19 @@ class PlanContext:
             status = status.model_copy(update={"restarts": status.restarts.model_copy(update={"charges": credible})})
         return status if status.epoch == newest else status.model_copy(update={"epoch": newest})
 
-    @property
+    @cached_property
     def phase(self) -> Phase:
         return self.status.phase or Phase.PENDING
 
-    @property
+    @cached_property
     def wanted(self) -> int:
         return self.spec.num_nodes
 
-    @property
+    @cached_property
     def template(self) -> TemplateStatus | None:
         return self.status.template
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         return self.template is not None and self.template.plain
 
@@ -71,11 +71,11 @@ class PlanContext:
     def current(self) -> dict[int, PodView]:
         """Return the pods of the current template by index, whatever their state. The name lets one object exist per
         index."""
-        epoch, job = self.template.epoch if self.template else 0, self.job.metadata.name
+        epoch, job, wanted = self.template.epoch if self.template else 0, self.job.metadata.name, self.wanted
         return {
             p.index: p
             for p in self.observed.ours
-            if p.template == epoch and 0 <= p.index < self.wanted and p.name == make_pod_name(job, p.index)
+            if p.template == epoch and 0 <= p.index < wanted and p.name == make_pod_name(job, p.index)
         }
 
     @cached_property

@@ -6,6 +6,8 @@ suspended. They begin when an operator has looked: that there was none is no fau
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
 from everstep_operator.plan import pod_replacement
@@ -17,9 +19,9 @@ _REJECTED = (Reason.ADMISSION_REJECTED.value, Reason.NOT_PERMITTED.value)
 
 def find_expired_limit(s: PlanContext) -> tuple[Reason, str] | None:
     """Return (reason, message) of the first limit that has passed, or None."""
-    for reason, at, message in _list_deadlines(s):
+    for reason, at, describe in _list_deadlines(s):
         if at is not None and s.now >= at:
-            return reason, message
+            return reason, describe()
     return None
 
 
@@ -52,21 +54,27 @@ def seconds_run(s: PlanContext) -> float:
     return total
 
 
-def _list_deadlines(s: PlanContext) -> list[tuple[Reason, float | None, str]]:
+def _list_deadlines(s: PlanContext) -> list[tuple[Reason, float | None, Callable[[], str]]]:
+    """Return each limit with when it passes, and with a function that says so: to know what keeps the pods from
+    starting is to look at all of them."""
     limits = s.spec.timeouts
     pending, startup = limits.pending.total_seconds(), limits.startup.total_seconds()
     runtime = limits.runtime.total_seconds()
     return [
-        (Reason.RUNTIME_TIMEOUT, _runtime_deadline(s, runtime), f"the job ran for {runtime:.0f} s (timeouts.runtime)"),
+        (
+            Reason.RUNTIME_TIMEOUT,
+            _runtime_deadline(s, runtime),
+            lambda: f"the job ran for {runtime:.0f} s (timeouts.runtime)",
+        ),
         (
             Reason.STARTUP_TIMEOUT,
             _startup_deadline(s, startup),
-            f"not all ranks started in {startup:.0f} s{_describe_obstacle(s)}",
+            lambda: f"not all ranks started in {startup:.0f} s{_describe_obstacle(s)}",
         ),
         (
             Reason.PENDING_TIMEOUT,
             _pending_deadline(s, pending, startup),
-            f"no place for all pods in {pending:.0f} s{_describe_unschedulable(s)}",
+            lambda: f"no place for all pods in {pending:.0f} s{_describe_unschedulable(s)}",
         ),
     ]
 

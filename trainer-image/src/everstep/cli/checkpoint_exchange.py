@@ -97,7 +97,7 @@ def import_(
     from_: Annotated[
         ForeignFormat, typer.Option("--from", help="torch: a file of torch.save(). dcp: only if you trust it.")
     ],
-    step: Annotated[int, typer.Option("--step", min=0, help="Step of the new checkpoint.")] = 0,
+    step: Annotated[int, typer.Option("--step", min=0, max=10**12 - 1, help="Step of the new checkpoint.")] = 0,
     name: ObjectOption = "model",
     only: OnlyOption = None,
     rename: RenameOption = None,

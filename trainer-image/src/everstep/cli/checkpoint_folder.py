@@ -22,7 +22,12 @@ def publish(
     uri: UriArgument,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=0, help="Default: the number at the end of the folder's name, else the next step."),
+        typer.Option(
+            "--step",
+            min=0,
+            max=10**12 - 1,
+            help="Default: the number at the end of the folder's name, else the next step.",
+        ),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Publish whenever the folder is complete, until SIGTERM or Ctrl-C.")

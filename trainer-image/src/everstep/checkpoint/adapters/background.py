@@ -68,6 +68,7 @@ class BackgroundPublisher:
         self._is_registered = False
         self._ends_at: float | None = None  # no try is begun after it
         self._failure = ""  # why the last folder is not in the store
+        self._refused = ""  # why the last one that was handed over could not be held
 
     def submit(self, path: Path, step: int, publish: Publish, needed: Path | None = None) -> None:
         """Have a complete folder published; returns at once. One that waits already gives way to this one.
@@ -82,11 +83,16 @@ class BackgroundPublisher:
         Raises:
             CheckpointError: The folder cannot be linked or copied to a place beside it.
         """
-        with ExitStack() as stack:
-            ours = _hold_files(path, stack)
-            publication = _Publication(
-                ours, step, None if needed is None else _hold_files(needed, stack), publish, stack.pop_all()
-            )
+        try:
+            with ExitStack() as stack:
+                ours = _hold_files(path, stack)
+                publication = _Publication(
+                    ours, step, None if needed is None else _hold_files(needed, stack), publish, stack.pop_all()
+                )
+        except CheckpointError as error:
+            self._refused = f"step {step} was not published: {error}"
+            raise
+        self._refused = ""
         with self._changed:
             replaced, self._waiting = self._waiting, publication
             self._ends_at = None
@@ -129,7 +135,7 @@ class BackgroundPublisher:
             self._ends_at = until
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._works, timeout_seconds)
-            failure, self._failure = self._failure, ""
+            failure, self._failure, self._refused = self._refused or self._failure, "", ""
             last = self._waiting or self._current
         if failure:
             raise SaveFailed(f"{failure}. Earlier checkpoints are as they were")

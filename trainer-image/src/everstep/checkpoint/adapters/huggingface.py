@@ -9,7 +9,8 @@ nodes that do not share `out`, the random generators of other nodes than the fir
 itself; and where every rank writes its own share of the state (FSDP with sharded state, DeepSpeed), the first save is
 an error on all ranks, since nobody could ever go on from it.
 
-Folders are stored beside training (background.py); the end of train() waits for the last one.
+Folders are stored beside training (background.py), with what other callbacks have put into them in on_save(), before or
+after this one; the end of train() waits for the last one.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._published = Published(store, keep_last=keep_last, finish_timeout=finish_timeout)
         self._folder = Path(output_dir)
         self._loads_best = True  # until the Trainer says that it does not
+        # A step and the best folder that it needs: saved, and not handed over before all callbacks have seen it.
+        self._saved: tuple[int, tuple[Path, int] | None] | None = None
 
     def on(self, event: str, callback: Callback) -> None:
         """Call back with each event of this name: saved, restored, fell_back, failed, skipped. See Checkpointer.on."""
@@ -68,6 +71,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         Raises:
             NoGoodCheckpoint: All are bad.
         """
+        self._saved = None  # of a training that failed in the middle of its save
         # Under the Trainer's own name, from which it tells what is old.
         found = self._published.newest(lambda key: self._named(key.step), needed_step=self._best_step)
         if found is None:
@@ -76,26 +80,60 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         return str(found)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The Trainer calls this when it is made."""
+        """The Trainer calls this when it is made. CheckpointError where it saves into another folder than this one."""
+        if Path(args.output_dir).resolve() != self._folder.resolve():
+            raise CheckpointError(
+                f"the Trainer saves into {args.output_dir}, and this callback publishes what is saved into "
+                f"{self._folder}: give both the same folder"
+            )
         self._loads_best = bool(args.load_best_model_at_end)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this before it trains: it may write into folders of a training before, in place."""
+        self._hand_over()
         if state.is_world_process_zero:
             self._published.part_from_owners()
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""
+        self._hand_over()
         self._published.see(self._named(state.global_step), own=_GENERATORS)
         if state.is_world_process_zero:
             named = getattr(state, "best_model_checkpoint", None) if self._loads_best else None
             best = _step_of(named)
             needed = None if best is None or best == state.global_step else (Path(str(named)), best)
-            self._published.publish(self._named(state.global_step), state.global_step, needed=needed)
+            self._saved = state.global_step, needed
+
+    # A callback behind this one may still write into the folder in its on_save: it is complete at the next event,
+    # whichever that is. The Trainer removes no folder before that.
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The Trainer calls this before a step."""
+        self._hand_over()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The Trainer calls this before an epoch."""
+        self._hand_over()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The Trainer calls this after an epoch, and before it saves at its end."""
+        self._hand_over()
+
+    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The Trainer calls this in training, and when that has ended, before it removes folders."""
+        self._hand_over()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank at the end; waits for the last folder. SaveFailed."""
+        self._hand_over()
         self._published.finish()
+
+    def _hand_over(self) -> None:
+        """Have the folder published that was saved last, if it was not handed over yet."""
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            step, needed = saved
+            self._published.publish(self._named(step), step, needed=needed)
 
     def _named(self, step: int) -> Path:
         return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"

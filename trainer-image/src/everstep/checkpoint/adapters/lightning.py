@@ -5,7 +5,8 @@
     trainer = Trainer(plugins=[ckpt], callbacks=[saves, Generators()], ...)
     trainer.fit(model, ckpt_path=ckpt.path())
 
-For strategies that save one file by rank 0 (a single device, DDP).
+For strategies that save one file by rank 0 (a single device, DDP). Files of weights alone, and Lightning's own
+temporary ones (of its search for a learning rate), are written and not published: no training goes on from them.
 
 What Lightning itself needs to go on exactly, seen with 2.6: a loader with `state_dict` (torchdata's
 StatefulDataLoader), since it begins an epoch anew with any other; and saves by `every_n_train_steps`, not at the end of
@@ -69,7 +70,7 @@ class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightnin
         return str(self._token) if list_candidates(self._published.store) else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write the file as Lightning does, and have it published beside training."""
+        """Write the file as Lightning does, and have it published beside training if a training can go on from it."""
         outgoing = self._folder / ".everstep-outgoing"
         shutil.rmtree(outgoing, ignore_errors=True)
         outgoing.mkdir(parents=True)
@@ -79,7 +80,8 @@ class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightnin
                 _link_in_place_of(outgoing / _FILE, path)
             except OSError:  # `path` is on another file system, or none at all, or its folder is not there yet
                 super().save_checkpoint(checkpoint, path)
-            self._published.publish(outgoing, int(checkpoint["global_step"]))
+            if _is_of_training(checkpoint, path):
+                self._published.publish(outgoing, int(checkpoint["global_step"]))
         finally:
             shutil.rmtree(outgoing, ignore_errors=True)
 
@@ -103,6 +105,16 @@ class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightnin
     @property
     def _token(self) -> Path:
         return self._folder / ".everstep-restored" / _FILE
+
+
+def _is_of_training(checkpoint: dict[str, Any], path: Any) -> bool:
+    """Tell whether a training can go on from a checkpoint: the newest of these in the store is what a run goes on from.
+
+    One of weights alone (`save_weights_only`) has no state of optimizers. What Lightning saves to go back to after a
+    trial (Tuner, LearningRateFinder) has a hidden name, and in a run that begins again it is of step 0.
+    """
+    is_weights_alone = "state_dict" in checkpoint and "optimizer_states" not in checkpoint
+    return not is_weights_alone and not Path(path).name.startswith(".")
 
 
 def _link_in_place_of(ours: Path, path: Any) -> None:

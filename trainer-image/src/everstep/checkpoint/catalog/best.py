@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -26,13 +25,14 @@ def rank_by_metric(metadata: Iterable[tuple[Key, Mapping[str, Any]]], metric: st
     """
     if mode not in ("min", "max"):
         raise ValueError(f"best_mode is 'min' or 'max', not {mode!r}")
-    sign = 1.0 if mode == "min" else -1.0
+    sign = 1 if mode == "min" else -1
     found: list[tuple[float, Key]] = []
     for key, noted in metadata:
         value = noted.get(metric)
-        with suppress(OverflowError):
-            if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
-                found.append((sign * float(value), key))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not (isinstance(value, float) and math.isnan(value)):
+            found.append((sign * value, key))  # not as a float, which some whole numbers exceed
     newest_first = sorted(found, key=lambda each: each[1], reverse=True)
     return [key for _, key in sorted(newest_first, key=lambda each: each[0])]
 

@@ -123,6 +123,10 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
         new = by_name(name)
         if new is None:
             continue
+        if not isinstance(new, str):
+            raise CheckpointError(
+                f"rename= gives {name} the name {new!r}, a {type(new).__name__}: return a text, or None to leave it out"
+            )
         if new in origin:
             raise CheckpointError(f"rename= gives {origin[new]} and {name} the same name {new}: give each its own")
         found[name], origin[new] = new, name

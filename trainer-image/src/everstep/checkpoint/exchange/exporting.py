@@ -395,7 +395,10 @@ def _replace_target(target: Path, replace: bool) -> Iterator[Path]:
     if target.exists() and not replace:
         raise CheckpointError(f"{target} is there already: give another place, or say that it may be replaced")
     target = target.resolve()  # a link stays, and what it leads to is made
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be made: {error.filename}: {error.strerror}") from error
     place = target.with_name(f".everstep-{target.name}-{secrets.token_hex(4)}")
     old = target.with_name(f".everstep-{target.name}-{secrets.token_hex(4)}")
     try:

@@ -68,6 +68,8 @@ def import_torch(
         CheckpointError: The file is none of torch.save(), or holds what cannot be imported: also an optimizer whose
             parameters have numbers, where nobody can tell which they are.
     """
+    if Path(path).is_dir():
+        raise CheckpointError(f"{path} is a folder, and torch.save() writes a file: name the file, or import it as dcp")
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_map(path))
     except (OSError, MemoryError):

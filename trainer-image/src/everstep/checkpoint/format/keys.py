@@ -16,6 +16,7 @@ VERIFIED = "verified/"
 FOLDERS = (MANIFESTS, DATA, ATTEMPTS, LEASES, VERIFIED)  # all that a store has; what else lies there is somebody else's
 HINT = "latest"
 RUN = "run"
+MOST_DIGITS = 12  # of a step
 
 _ATTEMPT = re.compile(r"(\d{10})\.(\d{10})", re.ASCII)
 _KEY = re.compile(r"(\d{10}\.\d{10})-(\d{12})", re.ASCII)
@@ -81,7 +82,7 @@ class Key:
     step: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.step < 10**12:
+        if not 0 <= self.step < 10**MOST_DIGITS:
             raise ValueError(f"a step is a number of at most twelve digits, not {self.step}")
 
     def __str__(self) -> str:

@@ -159,7 +159,14 @@ def load(
                 tensors[name] = _read_leaf(reader, manifest, name, values.get(name), map_location, casts)
         leaves = {name: tensors[kept.get(name, name)] for name in wanted_tensors}
         leaves.update({name: value for name, value in values.items() if name not in leaves})
-        return build_objects(rename_leaves(leaves, rename))
+        try:
+            return build_objects(rename_leaves(leaves, rename))
+        except ValueError as error:
+            if only is None:
+                raise
+            raise CheckpointError(
+                f"only={only!r} takes a part of what is whole or left out, as a list: {error}; name all of it"
+            ) from error
 
     objects, manifest, bad = _first_good(uri, options, step, read, LoadingRanks())
     return LoadedCheckpoint(objects, manifest, bad)

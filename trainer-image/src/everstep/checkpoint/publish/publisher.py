@@ -19,7 +19,7 @@ from everstep.checkpoint.catalog.candidates import each_candidate, list_candidat
 from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, verify_and_mark
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, StoreError, WriterConflict
 from everstep.checkpoint.events import Callback, CheckpointEvent
-from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.format.keys import MOST_DIGITS, Attempt, Key
 from everstep.checkpoint.format.manifest import Manifest
 from everstep.checkpoint.publish import attempts, fence, folder
 from everstep.checkpoint.publish.folder import Changed, Contents
@@ -31,8 +31,17 @@ _STEP = re.compile(r"(\d+)$", re.ASCII)
 
 
 def step_of(path: Path) -> int | None:
-    """Return the number at the end of a folder's name: 500 of `checkpoint-500`."""
+    """Return the number at the end of a folder's name: 500 of `checkpoint-500`.
+
+    Raises:
+        CheckpointError: It is larger than a step may be.
+    """
     found = _STEP.search(path.name)
+    if found and len(found[1].lstrip("0")) > MOST_DIGITS:
+        raise CheckpointError(
+            f"{path} ends with a number of more than {MOST_DIGITS} digits, which is no step: rename it, or publish it "
+            "alone with --step"
+        )
     return int(found[1]) if found else None
 
 

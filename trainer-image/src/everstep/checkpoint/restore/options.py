@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +32,11 @@ class RestoreOptions:
 
     def __post_init__(self) -> None:
         step, rename = self.step, self.rename
-        is_step = isinstance(step, int | Key | None) and not isinstance(step, bool)
+        # NumPy's numbers are whole numbers too. A tensor is none: it is an object that was to be saved as `step`.
+        is_step = isinstance(step, numbers.Integral | Key | None) and not isinstance(step, bool)
         _check("step", step, "the number of a step or the key of a checkpoint", is_step)
+        if isinstance(step, numbers.Integral):
+            object.__setattr__(self, "step", operator.index(step))
         _check("strict", self.is_strict, "True or False", isinstance(self.is_strict, bool))
         # A module is callable too.
         is_rename = rename is None or isinstance(rename, Mapping) or callable(rename)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -49,6 +50,8 @@ from everstep.coordination.arrivals import Arrivals
 from everstep.coordination.consensus import Consensus
 from everstep.coordination.kv_store import KVStore, SharedKVStore
 from everstep.keywords import explain_keywords
+
+_log = logging.getLogger("everstep.checkpoint")
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
 
@@ -361,6 +364,12 @@ class Checkpointer:
     def _set_objects(self, objects: dict[str, object], step: int | None = None) -> None:
         """These are saved from here on. `step`: that training goes on from, where it was just restored."""
         warn_of_random_samplers(objects)
+        if self._topology.rank == 0 and (dropped := sorted((self._objects or {}).keys() - objects.keys())):
+            _log.warning(
+                "%s, named by an earlier call, is not saved from here on: name all objects in one call of restore(), "
+                "track() or start_over()",
+                ", ".join(dropped),
+            )
         self._objects = objects
         if self._coordinator is not None:
             # The same one: its saves may not have ended yet, and all ranks go on with the numbers that they have.

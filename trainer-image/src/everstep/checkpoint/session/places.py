@@ -11,7 +11,7 @@ from everstep.checkpoint.session.options import SessionArguments
 from everstep.checkpoint.slots.own_files import check_holds_slots_only
 from everstep.checkpoint.slots.slots import default_directory, default_memory
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.store.overlap import holds_store
+from everstep.checkpoint.store.overlap import check_is_place, check_is_text, holds_store
 from everstep.coordination.group import RankGroup
 
 
@@ -36,7 +36,11 @@ def open_places(asked: SessionArguments, topology: Topology, group: RankGroup) -
         own = None if named is None else make_absolute(named, "MemoryOptions.directory")
         if own is not None:
             check_holds_slots_only(own)
-        return open_store(asked.store, **dict(asked.storage.options or {})), default_memory(), own
+        opened = open_store(asked.store, **dict(asked.storage.options or {}))
+        check_is_text(opened.url, "the store")
+        check_is_text(str(own or default_memory()), "the memory for checkpoints")
+        check_is_place(opened)
+        return opened, default_memory(), own
 
     store, shared, own = group.run_on_all_ranks(open_both)  # else others wait for one that cannot
     place = find_place(topology, shared, group)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import find_aliases, list_objects, name_path, share_objects
 from everstep.checkpoint.state.bulk import is_leaf
@@ -78,13 +79,34 @@ class StatefulObject:
             problems.append(why)
         # Only then, since for a loader it means to start its workers.
         self._live = self._inner.state_dict() if saved.tensors else {}
+        if isinstance(self._live, Mapping) and "" in saved.tensors:
+            problems.append(
+                f"{self.prefix} is a tensor in the checkpoint, and a {type(self._inner).__name__} here, whose state is "
+                "a dictionary: give a tensor, or another name"
+            )
+            return {}
+        self._check_shares_keys(saved, problems)
         return _make_targets(saved, self._live, problems)
+
+    def _check_shares_keys(self, saved: Saved, problems: list[str]) -> None:
+        """See that what a scheduler or a scaler gets has any key of its state: a scheduler takes whatever it is given,
+        and goes on as a new one."""
+        if not describe_stateful(self._inner):
+            return
+        # Without what is a state in one piece: an empty one, as that of a scaler that was disabled.
+        given = {name.partition(".")[0] for name in (*saved.tensors, *saved.values) if not is_description(name)} - {""}
+        ours = {names.escape_segment(key) for key in self._inner.state_dict() if isinstance(key, str)}
+        if given and ours and given.isdisjoint(ours):
+            problems.append(
+                f"{self.prefix} is a {type(self._inner).__name__} here, and has no key of its state in the checkpoint "
+                f"({', '.join(sorted(given)[:3])} …): give the object that was saved under this name, or another name"
+            )
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         live, self._live = self._live, {}
         # Makes containers anew.
         state = with_types_of(live, _nest_as(live, saved, tensors), is_ordered=_says_order(saved))
-        if not state and is_instance(self._inner, *_SCALER):
+        if is_instance(self._inner, *_SCALER) and not state:
             self.kept = [self.prefix] if self._inner.state_dict() else []
             return
         self._inner.load_state_dict(share_objects(state, (saved.description or {}).get("aliases", ())))

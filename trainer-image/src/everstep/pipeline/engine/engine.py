@@ -400,7 +400,9 @@ class Engine:
         """Around a forward: where what its backward needs is kept."""
         if not self._training or index not in self.options.offload:
             return _NOTHING
-        return torch.autograd.graph.save_on_cpu(pin_memory=self.transport.device.type == "cuda")
+        pinned = self.transport.device.type == "cuda"
+        offloading: contextlib.AbstractContextManager[Any] = torch.autograd.graph.save_on_cpu(pin_memory=pinned)
+        return offloading
 
     @contextlib.contextmanager
     def aborting(self) -> Iterator[None]:

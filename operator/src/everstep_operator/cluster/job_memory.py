@@ -1,0 +1,29 @@
+"""Keeps what the operator knows of a job beside what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.status import TrainingJobStatus
+from everstep_operator.cluster.cache import CacheEntry
+
+
+@dataclass
+class JobMemory:
+    """The state of one job that this process keeps in memory beside what is stored.
+
+    It ends with the job, because names are used again.
+    """
+
+    uid: str
+    status: TrainingJobStatus | None = None  # as this process has last stored or found it, while the job is active
+    status_written_at: float | None = None  # by us, for what may wait for the next write
+    edit_reported_at: float | None = None  # when its users were last told that somebody has changed its status
+    scale_up_at: float | None = None  # when a node was last promised to a pod of the job
+    status_refused: bool = False  # its users have been told so
+    unreadable: int | None = None  # the version of which they have been told that it breaks the rules
+    kept: dict[str, Any] = field(default_factory=dict)  # fields of the status that the CRDs have no place for
+    read: tuple[CacheEntry[Mapping[str, Any]], TrainingJob] | None = None  # what is stored, and the job that it says
