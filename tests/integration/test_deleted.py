@@ -12,8 +12,9 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.app import Operator
 from everstep_operator.cluster.cache import Key, resource_version
-from everstep_operator.cluster.resources import JOBS, PODS, ApiResource
-from tests.integration.inprocess import InjectedClient, operator
+from everstep_operator.cluster.client import ListPage
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
+from tests.integration.inprocess import InjectedClient, Simulation, operator
 from tests.integration.world import World, until
 
 
@@ -114,3 +115,43 @@ async def test_a_status_whose_answer_comes_after_the_jobs_deletion_leaves_no_job
             await answered.wait()
             await made.queue.idle()
         assert jobs.get(key) is None
+
+
+async def test_lists_that_leave_out_all_objects_once_lose_no_job(
+    control_plane: ControlPlane, still_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server whose cache is not filled yet answers so: with success, and nothing in it."""
+    world, key = still_world, (still_world.namespace, "digits")
+    left_out: set[str] = set()
+    async with (
+        operator(control_plane.kubeconfig, world, resync_seconds=600.0) as (made, client),
+        Simulation(world, "digits") as simulation,
+    ):
+        await world.submit("digits", numNodes=2)
+        await world.until_phase("digits", "Running")
+        before = await world.pods("digits")
+        listed = client.list
+
+        async def list_nothing_once(resource: ApiResource, *args: Any, **options: Any) -> AsyncIterator[ListPage]:
+            async for page in listed(resource, *args, **options):
+                if resource in (POOLS, PODS, JOBS, NODES) and resource.plural not in left_out:
+                    left_out.add(resource.plural)
+                    yield ListPage([], page.version)
+                    return
+                yield page
+
+        monkeypatch.setattr(client, "list", list_nothing_once)
+        made.resync.request_soon()
+
+        async def looks_after_it_again() -> bool:
+            leader = made.leaders.view(key, before[0]["metadata"]["uid"])
+            known = made.cache.jobs.get(key) is not None and len(made.cache.nodes) > 0
+            return len(left_out) == 4 and known and leader is not None and leader.reachable
+
+        await until(looks_after_it_again, "the job is known again")
+        simulation.finish.set()
+        status = await world.until_phase("digits", "Succeeded")
+        assert (status["epoch"], status["restarts"]["total"]) == (1, 0)
+        assert [pod["metadata"]["uid"] for pod in await world.pods("digits")] == [
+            pod["metadata"]["uid"] for pod in before
+        ]

@@ -142,6 +142,23 @@ def test_a_page_of_a_list_that_is_older_than_the_deletion_brings_nothing_back() 
     assert w.cache.pods_of(("ns", "digits")) == ()
 
 
+@pytest.mark.parametrize("later", [0, 5])
+def test_what_one_list_leaves_out_is_there_again_with_the_next(later: int) -> None:
+    """An API server whose cache is not filled yet, or whose member of etcd has lost data, answers so."""
+    w = Watched()
+    store = w.cache.pods
+    store.put(pod("digits-0", "digits", version=5))
+    assert store.listing(10, store.newest).finish() == 1
+    assert not store.put(pod("digits-0", "digits", version=5)), "an answer that was on its way"
+    listing = store.listing(10 + later, store.newest)
+    listing.add(pod("digits-0", "digits", version=5))
+    assert (listing.missed, listing.finish()) == (1, 0)
+    assert len(w.cache.pods_of(("ns", "digits"))) == 1
+    store.remove(("ns", "digits-0"), "u1", 20)
+    assert not store.put(pod("digits-0", "digits", version=5), listed_at=19), "now its end was told"
+    assert w.cache.pods_of(("ns", "digits")) == ()
+
+
 def test_a_pod_that_has_got_its_label_again_is_not_removed_by_the_late_news_that_it_had_lost_it() -> None:
     w = Watched()
     w.cache.pods.put(pod("digits-0", "digits", version=5))

@@ -301,6 +301,15 @@ async def test_a_proxys_page_is_a_server_error(server: Server, client: Client) -
         await client.get(PODS, "ns", "x")
 
 
+@pytest.mark.parametrize("said", [{"status": "ok"}, {"items": None, "metadata": {}}])
+async def test_what_is_no_list_does_not_tell_that_nothing_is_there(server: Server, client: Client, said: Any) -> None:
+    """A proxy says so, or a server that is no API server. All jobs and pods would count as gone."""
+    server.script = [ok(said)]
+    with pytest.raises(errors.ServerError, match="not a list of pods"):
+        async for _ in client.list(PODS):
+            pass
+
+
 async def test_a_delete_names_the_uid_and_finds_its_work_done(server: Server, client: Client) -> None:
     for answer in (ok(), status(404, "NotFound"), status(409, "Conflict")):
         server.script = [answer]

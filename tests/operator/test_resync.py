@@ -59,6 +59,7 @@ def deaf() -> list[str]:
 @pytest.fixture
 def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Resync:
     monkeypatch.setattr("everstep_operator.cluster.resync.EVENT_DELAY_SECONDS", 0.2)
+    monkeypatch.setattr("everstep_operator.cluster.comparison.CONFIRM_SECONDS", 0.01)
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     frozen, agent = FrozenTemplates(server, (b"",)), AgentCode(b"code")
     budgets = DisruptionBudgets(server, enabled=False)
@@ -115,6 +116,31 @@ def pod() -> Any:
     meta = {"name": "digits-0", "namespace": "default", "uid": "p", "creationTimestamp": "2026-01-01T12:00:00Z"}
     labels = {"everstep.dev/job": "digits", "everstep.dev/template": "1", "everstep.dev/index": "0"}
     return {"metadata": {**meta, "labels": labels, "resourceVersion": "1"}}
+
+
+async def test_what_one_list_leaves_out_is_not_taken_for_deleted(
+    resync: Resync, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job would be looked after no more until the next period."""
+    server.there = {"trainingjobs": [job().manifest()], "pods": [pod()]}
+    await resync.run_once()
+    listed, left_out = server.list, set[str]()
+
+    async def list_nothing_once(resource: Any, *args: Any, **options: Any) -> AsyncIterator[ListPage]:
+        async for page in listed(resource, *args, **options):
+            yield page if resource.plural in left_out else ListPage([], page.version)
+        left_out.add(resource.plural)
+
+    monkeypatch.setattr(server, "list", list_nothing_once)
+    woken: list[Any] = []
+    resync.wake = woken.append
+    await resync.run_once()
+    assert left_out >= {"trainingjobs", "pods"}
+    assert (len(resync.cache.jobs), len(resync.cache.pods), woken) == (1, 1, [("default", "digits")])
+    monkeypatch.setattr(server, "list", listed)
+    server.there = {}
+    await resync.run_once()
+    assert (len(resync.cache.jobs), len(resync.cache.pods)) == (0, 0), "two lists are believed"
 
 
 async def test_a_watched_namespace_that_is_gone_stops_no_other(

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.plan.leader_view import SickGpu, parse_generation_id, parse_leader_state
+from everstep_operator.plan.leader_view import ANSWER_AGE_SECONDS, SickGpu, parse_generation_id, parse_leader_state
 from everstep_operator.plan.observation import parse_pod, parse_termination_message
 from tests.builders import job
 from tests.plan.world import World
@@ -54,6 +54,28 @@ def test_an_entry_ended_before_it_was_told_whatever_the_nodes_clock_says() -> No
     restarted = parse_leader_state({**state, "incarnation": "a0"}, answered_at=50.0, before=first)
     assert [e.ended_at for e in restarted.history] == [50.0]
     assert [e.ended_at for e in parse_leader_state(STATE, answered_at=5.0).history] == [None, 0.0]
+
+
+def test_what_is_new_happened_since_the_last_answer_though_the_nodes_clock_is_behind() -> None:
+    """It is by as long as its machine was suspended. A lost pod would look like its replacement, and each save as if it
+    were overdue."""
+    first = parse_leader_state({**STATE, "generationHistory": []}, answered_at=1000.0)
+    ended = {"id": "2.2", "cause": "PodLost", "endedAt": 1.0}
+    saved = {"step": 1200, "at": 1.0}
+    state = {**STATE, "generationHistory": [ended], "checkpoint": saved}
+    second = parse_leader_state(state, answered_at=1005.0, before=first)
+    assert [e.ended_at for e in second.history] == [1000.0 - ANSWER_AGE_SECONDS]
+    assert second.checkpoint is not None
+    assert second.checkpoint.at == 1000.0 - ANSWER_AGE_SECONDS
+    third = parse_leader_state(state, answered_at=1030.0, before=second)
+    assert (third.history, third.checkpoint) == (second.history, second.checkpoint), "what is known does not move"
+    later = parse_leader_state({**state, "checkpoint": {"step": 1300, "at": 2.0}}, answered_at=1060.0, before=third)
+    assert later.checkpoint is not None
+    assert later.checkpoint.at == 1030.0 - ANSWER_AGE_SECONDS
+    right = parse_leader_state(
+        {**state, "generationHistory": [{**ended, "endedAt": 1003.5}]}, answered_at=1005.0, before=first
+    )
+    assert [e.ended_at for e in right.history] == [1003.5], "of a clock that is right, the time itself"
 
 
 def test_a_generation_runs_since_the_operator_was_told_whatever_the_nodes_clock_says() -> None:

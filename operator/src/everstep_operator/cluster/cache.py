@@ -85,15 +85,22 @@ class ObjectCache(Generic[T]):
     def items(self) -> Iterator[tuple[Key, T]]:
         return ((key, entry.value) for key, entry in self._entries.items())
 
-    def put(self, raw: Mapping[str, Any]) -> bool:
-        """Store an object, unless a newer state of the name is known, or its deletion. Return True if anything
-        changed."""
+    def put(self, raw: Mapping[str, Any], listed_at: int = 0) -> bool:
+        """Store an object, unless a newer state of the name is known, or its deletion.
+
+        Args:
+            raw: The object, as the API server gave it.
+            listed_at: resourceVersion of the list that shows it; 0: it is of no list.
+
+        Returns:
+            True if anything changed.
+        """
         key, version = object_key(raw), resource_version(raw)
         uid = str((raw.get("metadata") or {}).get("uid") or "")
         old = self._entries.get(key)
         if old is not None and 0 < version <= old.version and not self._reads_differently(raw, version, old):
             return False
-        if self._tombstones.covers(uid, version):
+        if self._tombstones.covers(uid, version, listed_at):
             return False
         self.newest = max(self.newest, version)
         value = self._keep(raw)
@@ -115,7 +122,7 @@ class ObjectCache(Generic[T]):
         self._tombstones.discard(str((raw.get("metadata") or {}).get("uid") or ""))
         self.put(raw)
 
-    def remove(self, key: Key, uid: str, version: int = 0) -> bool:
+    def remove(self, key: Key, uid: str, version: int = 0, *, by_list: bool = False) -> bool:
         """Remove a deleted object, and leave a tombstone. A successor of the same name stays: its event may have come
         first.
 
@@ -123,11 +130,12 @@ class ObjectCache(Generic[T]):
             key: Namespace and name.
             uid: UID of the deleted object.
             version: resourceVersion at which it was gone. 0: unknown, and no state of it is believed any more.
+            by_list: Whether nothing tells of it but a list on which the object is not.
 
         Returns:
             True if it was there.
         """
-        self._tombstones.add(uid, version or NEVER_AGAIN)
+        self._tombstones.add(uid, version or NEVER_AGAIN, by_list=by_list)
         old = self._entries.get(key)
         if old is None or (uid and old.uid != uid):
             return False
@@ -170,13 +178,13 @@ class Listing(Generic[T]):
         key = object_key(raw)
         self._seen.add(key)
         try:
-            self.missed += self._store.put(raw)
+            self.missed += self._store.put(raw, self._version)
         except Exception:
             log.exception("an object that cannot be read", kind=self._store.kind, name="/".join(key))
 
-    def finish(self) -> int:
-        """Remove the objects whose deletion was never told, and return how many there were."""
-        missed = [
+    def find_missing(self) -> list[tuple[Key, str]]:
+        """Return the keys and UIDs of the objects whose deletion was never told, if the list tells the truth."""
+        return [
             (key, entry.uid)
             for key in self._store
             if key not in self._seen
@@ -185,7 +193,11 @@ class Listing(Generic[T]):
             and entry.version <= self._version
             and self._store.is_listed(entry.value)
         ]
-        return sum(self._store.remove(key, uid, self._version + 1) for key, uid in missed)
+
+    def finish(self) -> int:
+        """Remove the objects that are missing, and return how many there were."""
+        missing = self.find_missing()
+        return sum(self._store.remove(key, uid, self._version + 1, by_list=True) for key, uid in missing)
 
 
 @dataclass

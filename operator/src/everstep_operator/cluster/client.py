@@ -137,6 +137,7 @@ class Client:
 
         Raises:
             Gone: The server has compacted the pages away: start over.
+            ServerError: What came is no list.
         """
         token = ""
         while True:
@@ -149,7 +150,11 @@ class Client:
                 "list", resource, resource.path(namespace), query, accept=accept, decode=decode
             )
             meta = answer.get("metadata") or {}
-            yield ListPage(answer.get("items") or [], int(meta.get("resourceVersion") or 0))
+            version = str(meta.get("resourceVersion") or "")
+            if not version.isdecimal():
+                # Of a proxy, perhaps: taken for an empty list, it would tell that all objects are gone.
+                raise errors.ServerError(200, "NotAList", f"not a list of {resource.plural}: {str(answer)[:200]}")
+            yield ListPage(answer.get("items") or [], int(version))
             token = meta.get("continue") or ""
             if not token:
                 return

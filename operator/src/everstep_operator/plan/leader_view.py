@@ -16,6 +16,8 @@ MAX_ORDINAL = 999_999_999  # of an epoch or a generation: what the id of a charg
 PHASES = frozenset({"forming", "starting", "running", "stopping", "backoff", "ended"})
 TIERS = frozenset({"memory", "peer", "store"})
 MAX_TIME = 253_402_300_799.0  # the end of the year 9999
+# An answer is no older than this when it comes, so what is not in it had not happened by then.
+ANSWER_AGE_SECONDS = 10.0
 RESULTS = frozenset({"succeeded", "failed", "stopped"})
 
 
@@ -89,7 +91,7 @@ class ReportedGeneration:
     message: str = ""
     log_tail: tuple[str, ...] = ()
     started_at: float | None = None
-    ended_at: float | None = None  # at the latest when the operator first heard of it
+    ended_at: float | None = None  # between the last answer without it and the first one with it
 
     @property
     def order(self) -> tuple[int, int]:
@@ -140,8 +142,9 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
     Args:
         raw: The decoded JSON.
         answered_at: When the answer came (Unix seconds).
-        before: The last view of this leader, if there was one: an entry ended no later than when it was first told of,
-            and a generation runs since it was first told to run. The leader's own clock may be hours off.
+        before: The last view of this leader, if there was one: what is new has happened since then, and no later than
+            it was first told, and a generation runs since it was first told to run. The leader's own clock may be hours
+            off, or stand behind by as long as its machine was suspended.
     """
     data = _as_mapping(raw)
     incarnation = _as_text(data.get("incarnation"), 64)
@@ -149,6 +152,7 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
     if before is not None and before.incarnation != incarnation:
         before = None
     ended = {entry.id: entry.ended_at for entry in (before.history if before is not None else ())}
+    earliest = before.answered_at - ANSWER_AGE_SECONDS if before is not None and before.answered_at is not None else 0.0
     phase = _as_text(data.get("phase"), 32)
     generation = parse_ordinal(data.get("generation"))
     running_since = None
@@ -178,9 +182,13 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
         ),
         running_since=running_since,
         progress=parse_progress(data.get("progress")),
-        checkpoint=parse_checkpoint(data.get("checkpoint"), answered_at),
+        checkpoint=parse_checkpoint(
+            data.get("checkpoint"), answered_at, earliest, before.checkpoint if before is not None else None
+        ),
         checkpoint_request=_parse_checkpoint_request(data.get("checkpointRequest")),
-        history=tuple(sorted(_parse_history(data.get("generationHistory"), ended, answered_at), key=lambda e: e.order)),
+        history=tuple(
+            sorted(_parse_history(data.get("generationHistory"), ended, earliest, answered_at), key=lambda e: e.order)
+        ),
         outcome=_parse_outcome(data.get("outcome")),
     )
 
@@ -211,7 +219,9 @@ def _has_index(item: Any) -> bool:
     return isinstance(item, Mapping) and _as_count(item.get("index")) is not None
 
 
-def _parse_history(raw: Any, ended: Mapping[str, float | None], answered_at: float) -> list[ReportedGeneration]:
+def _parse_history(
+    raw: Any, ended: Mapping[str, float | None], earliest: float, answered_at: float
+) -> list[ReportedGeneration]:
     entries = []
     for item in _as_list(raw, MAX_HISTORY_ENTRIES):
         data = _as_mapping(item)
@@ -229,7 +239,7 @@ def _parse_history(raw: Any, ended: Mapping[str, float | None], answered_at: flo
                 message=_as_text(data.get("message")),
                 log_tail=tuple(_as_text(line, 512) for line in _as_list(data.get("logTail"), MAX_TAIL_LINES)),
                 started_at=_as_number(data.get("startedAt")),
-                ended_at=_clamp_time(_as_number(data.get("endedAt")), ended.get(name) or answered_at),
+                ended_at=ended.get(name) or _clamp_time(_as_number(data.get("endedAt")), earliest, answered_at),
             )
         )
     return entries
@@ -246,10 +256,13 @@ def parse_history_words(raw: Any) -> tuple[ReportedGeneration, ...]:
     return tuple(sorted(found, key=lambda e: e.order))
 
 
-def _clamp_time(at: float | None, limit: float) -> float | None:
-    """Return a time, or the limit if that is earlier. A node's clock may be ahead of the API server's, which dates the
-    pods: a replacement would look like the lost pod."""
-    return None if at is None else min(at, limit)
+def _clamp_time(at: float | None, earliest: float, latest: float) -> float | None:
+    """Return the possible time that is nearest to the one that is told.
+
+    A node's clock may be ahead of the API server's, which dates the pods: a replacement would look like the lost pod.
+    Or behind it: the lost pod would look like its replacement, and each save as if it were overdue.
+    """
+    return None if at is None else min(max(at, earliest), latest)
 
 
 def parse_progress(raw: Any) -> LeaderProgress | None:
@@ -265,20 +278,27 @@ def parse_progress(raw: Any) -> LeaderProgress | None:
     )
 
 
-def parse_checkpoint(raw: Any, answered_at: float) -> ReportedCheckpoint | None:
+def parse_checkpoint(
+    raw: Any, answered_at: float, earliest: float = 0.0, before: ReportedCheckpoint | None = None
+) -> ReportedCheckpoint | None:
     """Return what is said of the job's checkpoints; None where nothing is.
 
     Args:
         raw: The decoded JSON.
         answered_at: When it came, in Unix seconds: nothing was saved later.
+        earliest: What is new in it was not saved before (Unix seconds).
+        before: What was last said.
     """
     data = _as_mapping(raw)
     if not data:
         return None
+    step, at = _as_count(data.get("step")), _clamp_time(_as_time(data.get("at")), earliest, answered_at)
+    if before is not None and before.step == step and before.at is not None:
+        at = before.at
     return ReportedCheckpoint(
-        step=_as_count(data.get("step")),
+        step=step,
         bytes=_as_count(data.get("bytes")),
-        at=_clamp_time(_as_time(data.get("at")), answered_at),
+        at=at,
         failed_saves=_as_count(data.get("failedSaves")) or 0,
         restored=_parse_restore(data.get("restored")),
     )
