@@ -163,7 +163,7 @@ def test_a_tensor_without_memory_is_refused_by_name_among_many() -> None:
         flatten_objects({"model": model}, rank=0)
 
 
-class Labelled(torch.Tensor):
+class Labelled(torch.Tensor):  # type: ignore[misc,name-defined,unused-ignore]
     """A class of a script, of which a checkpoint records nothing."""
 
 
@@ -189,7 +189,7 @@ def test_a_tensor_of_a_scripts_own_class_keeps_it_where_it_is_held_and_is_told_o
 def test_parameters_of_a_scripts_own_class_are_restored_without_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class OwnParameter(nn.Parameter):
+    class OwnParameter(nn.Parameter):  # type: ignore[misc,unused-ignore]
         pass
 
     def make_model(value: float) -> nn.Module:

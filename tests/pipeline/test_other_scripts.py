@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -242,10 +243,11 @@ def test_padding_that_comes_after_the_example_shows_a_mean_over_words(masked: bo
 def _scale_by_frequency(rank: int) -> list[str]:
     words = torch.arange(40).view(8, 5)
     given = words, words % 9
-    return [
-        say(lambda count=count: cut(Words(scale_grad_by_freq=True), mean_of_words, given, microbatches=count).close())
-        for count in (2, 1)
-    ]
+
+    def close_cut(count: int) -> None:
+        cut(Words(scale_grad_by_freq=True), mean_of_words, given, microbatches=count).close()
+
+    return [say(partial(close_cut, count)) for count in (2, 1)]
 
 
 def test_gradients_by_the_frequency_of_words_are_refused_where_a_batch_is_cut() -> None:
