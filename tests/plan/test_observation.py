@@ -146,7 +146,7 @@ def test_a_disruption_is_seen_before_the_pod_is_gone() -> None:
 def test_deleting_counts_from_the_request_not_from_the_end_of_the_grace() -> None:
     pod = raw()
     pod["metadata"] |= {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 10}
-    assert parse_pod(pod).deleting_since == SECONDS - 10
+    assert (parse_pod(pod).deleting_since, parse_pod(pod).deletion_grace) == (SECONDS - 10, 10)
 
 
 def test_waiting_and_unschedulable_say_why() -> None:

@@ -253,6 +253,19 @@ def test_a_program_that_exits_with_0_because_its_kubelet_stops_it_has_not_succee
     world.run("Running")
 
 
+def test_a_program_that_is_told_to_stop_on_a_node_whose_clock_is_behind_has_not_succeeded() -> None:
+    world = World(job().plain().build()).run("Running")
+    pod = world.pods["digits-0"]
+    world.pods["digits-0"] = dataclasses.replace(pod, deleting_since=world.now, deletion_grace=120)
+    world.now -= 20  # as the node has it
+    world.exit(0, 0)
+    world.now += 25
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
+    world.run("Running")
+
+
 @pytest.mark.parametrize(("code", "reason"), [(255, "Unknown"), (137, "ContainerStatusUnknown")])
 def test_a_machine_that_is_started_anew_is_no_failure_of_the_program(code: int, reason: str) -> None:
     world = plain()

@@ -96,6 +96,7 @@ class PodView:
     ended: ContainerEnd | None = None
     ended_by: str = ""  # why the kubelet ended all of it: Evicted, Terminated (with its machine) …
     deleting_since: float | None = None
+    deletion_grace: int = 0  # seconds; 0 also where the API server knew that all of it had ended
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
     disruption: str | None = None  # reason of a true DisruptionTarget condition
@@ -295,6 +296,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         ended=_parse_container_end(over) if over else _parse_pod_end(status),
         ended_by=clip_text(find_kubelet_end(status), 128),
         deleting_since=_deleting_since(meta),
+        deletion_grace=_as_integer(meta.get("deletionGracePeriodSeconds"), 0),
         waiting_reason=clip_text(waiting.get("reason"), 128),
         waiting_message=clip_text(waiting.get("message")),
         disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,

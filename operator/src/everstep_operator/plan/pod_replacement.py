@@ -26,6 +26,8 @@ EVIDENCE_SECONDS = 5.0
 DEATH_KNOWN_SECONDS = 60.0
 # How often it is asked whether a node is back that pods without a node were kept from.
 BACK_SECONDS = 10.0
+# A node's clock may be so far behind the API server's that a program seems to have ended before it was told to.
+NODE_CLOCK_ERROR_SECONDS = 60.0
 CHOOSY_SECONDS = 120.0  # of waiting for other nodes than those on which jobs have failed
 _WAITING_PHASES = frozenset({Phase.PENDING, Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING})
 
@@ -131,8 +133,11 @@ def was_told_to_stop(pod: PodView) -> bool:
         return False
     if pod.ended_by or pod.ended.reason in _KUBELET_ENDS:
         return True
-    at = pod.ended.finished_at
-    return pod.deleting_since is not None and (at is None or at >= pod.deleting_since)
+    if pod.deleting_since is None:
+        return False
+    # The API server gives no time to end to a pod that has ended, as far as it knows. The end's time is of the node.
+    error = NODE_CLOCK_ERROR_SECONDS if pod.deletion_grace > 0 else 0.0
+    return pod.ended.finished_at is None or pod.ended.finished_at >= pod.deleting_since - error
 
 
 def _find_end_reason(pod: PodView) -> str:
