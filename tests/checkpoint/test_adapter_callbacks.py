@@ -95,6 +95,54 @@ def test_a_last_folder_that_is_not_there_is_an_error_at_the_end(tmp_path: Path) 
     published.finish()  # the last one is stored
 
 
+def train_again_after_an_error(rank: int, store: Path, output: Path) -> tuple[bool, list[str]]:
+    """Two trainings of one Trainer, of which the first ends with an error and the second is interrupted, both after the
+    save of step 2; whether the restored folder has the weights of the second one, and all keys.
+    """
+    import threading
+
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    from everstep.checkpoint.adapters.huggingface import EverstepCallback
+
+    weights: list[Any] = []
+
+    class EndsAtThree(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == 2:
+                weights.append(model.transformer.wte.weight.detach().clone())
+            if state.global_step == 3:
+                assert stored.wait(60)
+                raise RuntimeError("no memory")
+
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8))]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    arguments = TrainingArguments(
+        str(output), max_steps=8, save_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+        disable_tqdm=True,
+    )  # fmt: skip
+    ckpt, stored = EverstepCallback(store, output), threading.Event()
+    ckpt.on("saved", lambda event: stored.set())
+    ckpt.on("skipped", lambda event: stored.set())
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[ckpt, EndsAtThree()])
+    for _ in range(2):
+        stored.clear()
+        with pytest.raises(RuntimeError, match="no memory"):
+            trainer.train()
+    shutil.rmtree(output / "checkpoint-2")
+    path = ckpt.path()
+    assert path == str(output / "checkpoint-2")
+    found = GPT2LMHeadModel.from_pretrained(path).transformer.wte.weight
+    assert not torch.equal(weights[0], weights[1])
+    return torch.equal(found, weights[1]), [str(key) for key in list_candidates(PosixStore(store))]
+
+
+def test_a_training_that_begins_after_one_that_failed_saves_its_own_steps(tmp_path: Path) -> None:
+    is_newest, keys = ranks.run(1, train_again_after_an_error, tmp_path / "store", tmp_path / "out")[0]
+    assert is_newest
+    assert len(keys) == 2
+
+
 # ---- Lightning
 
 

@@ -278,7 +278,7 @@ def test_a_folder_that_is_written_into_while_it_waits_is_not_stored_and_it_is_to
 def test_a_folder_that_waits_when_its_owner_begins_to_write_into_it_again_is_stored_as_it_was(tmp_path: Path) -> None:
     published, store = held_published(tmp_path, keep_last=9)
     path = put_off(published, tmp_path)
-    published.part_from_owners()
+    published.begin_training()
     assert {each.name for each in path.iterdir()} == {"model", "optimizer"}, "the owner has all of it still"
     (path / "optimizer").write_text("other")
     store.gate.set()

@@ -161,3 +161,47 @@ def test_a_tensor_without_memory_is_refused_by_name_among_many() -> None:
     model[1].to("meta")
     with pytest.raises(CheckpointError, match=r"model\.1\.weight is on the meta device"):
         flatten_objects({"model": model}, rank=0)
+
+
+class Labelled(torch.Tensor):  # type: ignore[misc,name-defined,unused-ignore]
+    """A class of a script, of which a checkpoint records nothing."""
+
+
+def test_a_tensor_of_a_scripts_own_class_keeps_it_where_it_is_held_and_is_told_of_otherwise(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with session(folder) as ckpt:
+        ckpt.track(state={"label": torch.arange(3.0).as_subclass(Labelled)}, model=nn.Linear(2, 2))
+        ckpt.save(1)
+    told = [record.getMessage() for record in caplog.records if "not its class" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("state.label is a Labelled: its elements are saved, not its class. It is restored as a")
+
+    held: dict[str, Any] = {"label": torch.zeros(3).as_subclass(Labelled)}
+    empty: dict[str, Any] = {}
+    for state in (held, empty):
+        with session(folder) as ckpt:
+            ckpt.restore(state=state, model=nn.Linear(2, 2))
+    assert [type(state["label"]) for state in (held, empty)] == [Labelled, torch.Tensor]
+    assert all(state["label"].tolist() == [0.0, 1.0, 2.0] for state in (held, empty))
+
+
+def test_parameters_of_a_scripts_own_class_are_restored_without_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OwnParameter(nn.Parameter):  # type: ignore[misc,unused-ignore]
+        pass
+
+    def make_model(value: float) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.weight = OwnParameter(torch.full((2, 2), value))
+        return model
+
+    with session(folder) as ckpt:
+        ckpt.track(model=make_model(5.0))
+        ckpt.save(1)
+    with session(folder) as ckpt:
+        ckpt.restore(model=(model := make_model(0.0)))
+    assert type(model.weight) is OwnParameter
+    assert model.weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
+    assert not [record for record in caplog.records if "not its class" in record.getMessage()]

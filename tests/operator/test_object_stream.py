@@ -301,10 +301,56 @@ async def test_a_stream_that_is_ended_while_it_tells_goes_on_at_once(
     assert site.server.lists == 1, "of nodes"
 
 
+BOOKMARK = line("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "9"}})
+
+
+@pytest.mark.parametrize(
+    ("trouble", "lists"),
+    [
+        (lambda: told(BOOKMARK), 0),
+        (lambda: web.json_response(error(429, "TooManyRequests"), status=429, headers={"Retry-After": "0"}), 0),
+        (lambda: web.json_response(error(503, "Unavailable"), status=503, headers={"Retry-After": "0"}), 0),
+        (lambda: web.json_response(error(503, "Unavailable"), status=503), 1),
+    ],
+    ids=["nothing new", "429 that asks for no pause", "503 that asks for no pause", "a list that took long, then 503"],
+)
+async def test_no_server_is_asked_again_and_again_without_a_pause(
+    site: Site, monkeypatch: pytest.MonkeyPatch, trouble: Any, lists: int
+) -> None:
+    monkeypatch.setattr("everstep_operator.cluster.object_stream.STEADY_SECONDS", 0.2)
+    pauses: list[float] = []
+    stream = ObjectStream(site.client, PODS, None, site.cache.pods, site.receive, version=None if lists else 9)
+    compute = stream._compute_pause
+
+    def note_pause(failures: int, error: BaseException | None) -> float:
+        pauses.append(compute(failures, error))
+        return pauses[-1]
+
+    monkeypatch.setattr(stream, "_compute_pause", note_pause)
+    if lists:  # each takes as long as a steady stream
+        compare = stream._compare
+
+        async def compare_slowly() -> int:
+            await asyncio.sleep(0.25)
+            return await compare()
+
+        monkeypatch.setattr(stream, "_compare", compare_slowly)
+    site.server.streams.put_nowait(trouble())
+    task = asyncio.create_task(stream.run())
+    try:
+        await site.until_asked(2)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert pauses[0] > 0
+
+
 def test_pauses_grow_and_are_bounded(site: Site) -> None:
     stream = ObjectStream(site.client, PODS, None, site.cache.pods, site.receive)
     assert stream._compute_pause(0, None) == 0.0
     assert stream._compute_pause(1, None) < stream._compute_pause(4, None) < stream._compute_pause(60, None)
     assert stream._compute_pause(60, None) <= MAX_PAUSE_SECONDS
     busy = errors.TooManyRequests(429, "TooManyRequests", "", retry_after=7.0)
-    assert stream._compute_pause(1, busy) == 7.0
+    assert stream._compute_pause(1, busy) == stream._compute_pause(0, busy) == 7.0
+    hurried = errors.TooManyRequests(429, "TooManyRequests", "", retry_after=0.0)
+    assert stream._compute_pause(1, hurried) > 0.0

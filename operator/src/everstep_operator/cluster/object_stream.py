@@ -57,13 +57,14 @@ class ObjectStream:
     version: int | None = None  # up to which everything was told; None: unknown, so a list has to come first
     _life: asyncio.Task[None] | None = None
     _lines: int = 0  # that the present stream has told
+    _opened: tuple[float, int] | None = None  # when the present stream was asked for, and from which version
     _logs: LogRateLimiter = field(default_factory=LogRateLimiter)
 
     async def run(self) -> None:
         """Follow until cancelled."""
         failures = 0
         while True:
-            started, self._lines = time.monotonic(), 0
+            self._lines, self._opened = 0, None
             self._life = asyncio.create_task(self._follow())
             try:
                 await asyncio.wait((self._life,))
@@ -72,11 +73,8 @@ class ObjectStream:
                     self._life.cancel()
                     await asyncio.wait((self._life,))
             error = None if self._life.cancelled() else self._life.exception()
-            # One that the server ends at once is a failure too, and would be asked for again and again. One that has
-            # told something is none: a server ends streams whose reader is busy for a moment.
-            told = error is None and self._lines > 0
-            failures = 0 if told or time.monotonic() - started > STEADY_SECONDS else failures + 1
-            if error is None and not told:
+            failures = 0 if self._was_good(error) else failures + 1
+            if error is None and not self._lines:
                 # Not even a bookmark. Nor does a server say a word to who asks for what comes after a version that it
                 # has not reached, as after its data were restored from a backup.
                 self.version = None
@@ -94,6 +92,7 @@ class ObjectStream:
         """Follow one stream to its end. `version` tells the next one where to go on."""
         if self.version is None:
             self.version = await self._compare()
+        self._opened = time.monotonic(), self.version
         count = 0
         async with contextlib.aclosing(self._open(self.version)) as lines:
             async for line in lines:
@@ -101,6 +100,18 @@ class ObjectStream:
                 count += 1
                 if count % EVENTS_IN_A_ROW == 0:
                     await asyncio.sleep(0)
+
+    def _was_good(self, error: BaseException | None) -> bool:
+        """Return whether the present stream, which has ended, was no failure.
+
+        A server ends streams whose reader is busy for a moment. But one that it ends at once, having told nothing new,
+        would be asked for again and again; so would all objects where it takes its time for the list and then fails.
+        """
+        if self._opened is None:
+            return False
+        opened, version = self._opened
+        has_moved = error is None and self.version not in (None, version)
+        return has_moved or time.monotonic() - opened > STEADY_SECONDS
 
     async def _compare(self) -> int:
         found = await compare_with_list(self.client, self.resource, self.place, self.store)
@@ -145,14 +156,12 @@ class ObjectStream:
     def _compute_pause(self, failures: int, error: BaseException | None) -> float:
         """Return the seconds until the next stream.
 
-        None after a steady one; growing, bounded and jittered after others, or what the server asks for.
+        None after a steady one; growing, bounded and jittered after others, and at least what the server asks for.
         """
-        if failures == 0:
-            return 0.0
-        if isinstance(error, errors.ApiError) and error.retry_after is not None:
-            return min(error.retry_after, MAX_PAUSE_FORBIDDEN)
+        asked = (error.retry_after or 0.0) if isinstance(error, errors.ApiError) else 0.0
         most = self.max_pause if isinstance(error, errors.NotAuthorized) else MAX_PAUSE_SECONDS
-        return min(most, BASE_PAUSE_SECONDS * 2.0 ** min(failures, 12)) * (0.5 + random.random() / 2)  # noqa: S311
+        own = min(most, BASE_PAUSE_SECONDS * 2.0 ** min(failures, 12)) * (0.5 + random.random() / 2)  # noqa: S311
+        return max(own if failures else 0.0, min(asked, MAX_PAUSE_FORBIDDEN))
 
 
 class StreamWatch:

@@ -53,6 +53,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         terms.arguments.traced_with(terms.example, changed)
         found.record.constants[:] = [each.to(position.device) for each in found.record.constants]
     engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, terms.request.engine)
+    engine.least = cut.least
     recut.remember(own, engine)
     if heart is not None:
         engine.watch = heart
@@ -70,6 +71,8 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         FixedModules(model, found.opened),
     )
     run.expect_idle(cut.idle)
+    run.follow_model(model, found.opened)
+    run.watch_targets(cut.loss)
     return run
 
 

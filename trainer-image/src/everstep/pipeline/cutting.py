@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
+from everstep.pipeline.counted_targets import CountedTargets
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import batch_size
-from everstep.pipeline.first_call import call_once
+from everstep.pipeline.first_call import call_once, count_least_samples
 from everstep.pipeline.frontend.foreign_weights import TrainedElsewhere, make_foreign_error
 from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
@@ -29,8 +30,10 @@ from everstep.pipeline.prepare import (
     make_example_microbatch,
     make_plan,
     with_full_backwards,
+    with_larger_microbatches,
 )
 from everstep.pipeline.schedules import Schedule
+from everstep.pipeline.unsupported import refuse_frequencies
 
 _TARGETS = "targets:"  # beside the arguments, of which none has such a name
 
@@ -46,6 +49,7 @@ class CutModel:
         schedule: The actions of each rank.
         loss: The loss, which looks at the first micro-batch where it could not be checked before.
         idle: The names of the parameters that the loss does not depend on, as far as that is known.
+        least: How many samples a micro-batch has to have.
     """
 
     found: Traced | Tree
@@ -54,6 +58,7 @@ class CutModel:
     schedule: Schedule
     loss: Loss
     idle: Sequence[str] = ()
+    least: int = 1
 
 
 def trace_requested_model(terms: PipelineTerms) -> Traced | Tree:
@@ -84,6 +89,9 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
     Raises:
         PipelineError: On all processes: nothing fits, or the stages would train something else.
     """
+    least = terms.control.run_on_first_rank(lambda: _count_least_samples(terms))
+    wish = terms.control.run_on_all_ranks(lambda: with_larger_microbatches(terms.wish, least))
+    terms = replace(terms, wish=wish)
     _refuse_writes(terms, found, terms.request.microbatches or 1)  # before anything is measured, if that is known
     with loss_kept(terms.request.loss):
         loss, uses = _watch_loss(terms, found)  # before anything else calls it
@@ -92,7 +100,7 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
         plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
         times = plan.microbatches * terms.position.grid.replicas
         terms.control.run_on_all_ranks(lambda: _refuse_uses(found, uses, plan, stages, times))
-        return CutModel(found, plan, stages, schedule, *_check_cut(terms, found, plan, stages, loss))
+        return CutModel(found, plan, stages, schedule, *_check_cut(terms, found, plan, stages, loss), least)
 
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
@@ -107,6 +115,13 @@ def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
     return found
 
 
+def _count_least_samples(terms: PipelineTerms) -> int:
+    request = terms.request
+    if not request.plan.check:
+        return 1
+    return count_least_samples(request.model, terms.example, request.engine.unsplit_inputs, terms.autocast)
+
+
 def _refuse_writes(terms: PipelineTerms, found: Traced | Tree, microbatches: int) -> None:
     """Refuse a forward that writes weights or buffers, if it is called for several parts of a batch; and one that reads
     statistics which are put together when a step ends."""
@@ -116,6 +131,7 @@ def _refuse_writes(terms: PipelineTerms, found: Traced | Tree, microbatches: int
     record = found.record
     terms.control.run_on_all_ranks(lambda: refuse_reads_of_statistics(record))
     if number > 1:
+        terms.control.run_on_all_ranks(lambda: refuse_frequencies(found.model))
         terms.control.run_on_all_ranks(lambda: refuse_writes(record, number))
 
 
@@ -219,4 +235,6 @@ def _check_cut(
             request.model, found, terms.example, request.targets, known, weight, unsplit_inputs, plan.profile.samples
         )
     )
-    return (FirstLook(loss, weight, times), ()) if known is None else (loss, idle)
+    if known is None:
+        return CountedTargets(FirstLook(loss, weight, times), weight), ()
+    return CountedTargets(loss, weight), idle

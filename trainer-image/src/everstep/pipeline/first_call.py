@@ -12,17 +12,48 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
-from everstep.pipeline.engine.script_draws import ScriptDraws
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.check import as_before
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.trace import attributes_kept
 
 _log = logging.getLogger("everstep.pipeline")
 _SAMPLES = 2
+
+
+def count_least_samples(
+    model: nn.Module, inputs: Mapping[str, Any], unsplit_inputs: Collection[str], autocast: torch.dtype | None
+) -> int:
+    """Return how many samples a micro-batch has to have: two where batch normalisation in training gets one value of
+    each sample for a channel, since one value cannot be normalised.
+
+    Args:
+        model: The model; nothing is known of it where it has no weights here.
+        inputs: The example by the names of arguments.
+        unsplit_inputs: The arguments without samples.
+        autocast: The type to which steps cast.
+    """
+    layers = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.training]
+    if not layers:
+        return 1
+    least: list[int] = []
+
+    def look(layer: Any, given: Any) -> None:
+        if given and given[0].numel() <= _SAMPLES * layer.num_features:
+            least.append(2)
+
+    hooks = [each.register_forward_pre_hook(look) for each in layers]
+    try:
+        call_once(model, inputs, unsplit_inputs, autocast)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return max(least, default=1)
 
 
 def call_once(

@@ -19,6 +19,7 @@ from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.check import as_before, run_stages
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import attributes_kept
 from everstep.pipeline.repeatable_modes import evaluation_mode
@@ -66,8 +67,11 @@ def check_gradient_mode(
         return ""
     device = tensors[0].device
 
+    draws = ScriptDraws(model)
+    drawn = draws.get_state()
+
     def compute(call: Any) -> Any:
-        with as_before(model), attributes_kept(model):
+        with as_before(model), attributes_kept(model), draws.at(drawn):
             own = map_tensors({**batch, _TARGETS: targets}, lambda tensor: tensor.to(device).clone())
             wanted = own.pop(_TARGETS)
             part = compute_loss(loss, call(own), wanted, samples, weight)

@@ -19,7 +19,6 @@ from torch import nn
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import Parts, batch_size
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
-from everstep.pipeline.engine.script_draws import ScriptDraws
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import Key
@@ -27,6 +26,7 @@ from everstep.pipeline.frontend.check import as_before
 from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.foreign_weights import WeightReads, find_foreign, make_foreign_error
 from everstep.pipeline.frontend.patches import listen_to_attributes
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.trace import attributes_kept
 
 _log = logging.getLogger("everstep.pipeline")

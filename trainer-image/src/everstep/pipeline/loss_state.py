@@ -18,10 +18,10 @@ from torch import nn
 
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
-from everstep.pipeline.engine.script_draws import ScriptDraws
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.foreign_weights import WeightReads
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 
 _log = logging.getLogger("everstep.pipeline")
 

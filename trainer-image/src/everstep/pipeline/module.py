@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from everstep.pipeline.counted_targets import CountedTargets
 from everstep.pipeline.engine.engine import Engine, StepResult
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.errors import Everywhere, PipelineError
@@ -18,6 +19,7 @@ from everstep.pipeline.frontend.autocast import refuse_other_autocast
 from everstep.pipeline.frontend.fixed_modules import FixedModules
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes
 from everstep.pipeline.frontend.foreign_weights import PipelineOpen
+from everstep.pipeline.frontend.model_modes import ModelModes
 from everstep.pipeline.frontend.skeleton import follow_modes, join_skeletons
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.half import refuse_half_autocast
@@ -58,11 +60,14 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self._stages = dict(stages)
         part = join_skeletons([stage.module for stage in stages.values()])
         self._part = (part,)  # no module of this one, which has its modules as its own
+        self._modes: ModelModes | None = None
+        self._counted: CountedTargets | None = None
         self.training = part.training
         # Its modules are this module's own, so that all names are those of the model; what they are called must not
         # meet this class's attributes, as it would if they were set one by one.
         self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
         self._non_persistent_buffers_set = part._non_persistent_buffers_set
+        self._load_state_dict_pre_hooks = part._load_state_dict_pre_hooks
         self._fixed, self._sizes, self._fixed_modules = fixed, sizes, modules
         self.opened = PipelineOpen()
         self._idle: list[Any] = []
@@ -93,6 +98,19 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             names: Of these parameters, in the model.
         """
         self._idle = [each for name, each in self.named_parameters() if name in set(names)]
+
+    def follow_model(self, model: nn.Module, opened: Collection[str]) -> None:
+        """Have the modes of the model, and give it this pipeline's, from now on.
+
+        Args:
+            model: The model that was cut.
+            opened: The paths of its modules whose code a cut may open.
+        """
+        self._modes = ModelModes(model, opened, self._part[0])
+
+    def watch_targets(self, loss: Any) -> None:
+        """Show the targets of each batch to a loss that has to be looked at for some."""
+        self._counted = loss if isinstance(loss, CountedTargets) else None
 
     def evaluate(self, batch: Any = None, targets: Any = None) -> StepResult:
         """Forward only, in the mode that the modules are in (`eval`, `train`); without targets there is no loss."""
@@ -141,11 +159,15 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all modules here, as the model's own `train` would; all processes do the same."""
         self._part[0].train(mode)
+        if self._modes is not None:
+            self._modes.spread()
         self._follow_modes()  # and before each step, as a script may set the mode of any module that it finds here
         return self
 
     def _follow_modes(self) -> None:
         (part,) = self._part
+        if self._modes is not None:
+            self._modes.adopt()
         self.training = part.training
         follow_modes([stage.module for stage in self._stages.values()], part)
 
@@ -226,6 +248,8 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
                     sizes = (len(each) for each in tensors_of([targets, batch]) if each.dim())
                     refuse_uncut_targets(targets, next(sizes, None))
                 self._arguments.refuse_changed_targets(batch, targets)
+                if self._counted is not None:
+                    self._counted.see(targets)
             except PipelineError as error:
                 return error, None
         if self.reads.inputs and batch is not None:

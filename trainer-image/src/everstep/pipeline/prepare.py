@@ -157,6 +157,30 @@ def make_plan(
     return Plan.from_json(first(solved))
 
 
+def with_larger_microbatches(wish: Wish, least: int) -> Wish:
+    """Return a request of which all micro-batches have as many samples at least.
+
+    Args:
+        wish: The request.
+        least: The number of samples.
+
+    Raises:
+        PipelineError: The request is for more micro-batches.
+    """
+    if least == 1 or wish.batch is None:
+        return wish
+    most = max(wish.batch // least, 1)
+    several = wish.microbatches or tuple(wish.ranks * factor for factor in (1, 2, 4, 8))
+    allowed = tuple(each for each in several if each <= most)
+    if wish.microbatches and not allowed:
+        raise PipelineError(
+            f"microbatches={wish.microbatches[0]} would cut a batch of {wish.batch} samples into micro-batches of one, "
+            "and batch normalisation of the model gets one value of each sample for a channel, which it cannot "
+            f"normalise alone: take {most} micro-batches at most, or larger batches"
+        )
+    return replace(wish, microbatches=allowed or (most,))
+
+
 def make_example_microbatch(
     example: Mapping[str, Any], wish: Wish, unsplit_inputs: Collection[str] = ()
 ) -> dict[str, Any]:

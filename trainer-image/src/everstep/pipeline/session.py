@@ -15,6 +15,7 @@ from everstep.pipeline.engine.losses import Loss
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.foreign_weights import lend_foreign
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.joining import meet_processes, watch_processes
 from everstep.pipeline.module import Pipeline
 from everstep.pipeline.negotiation import PipelineRequest, negotiate
@@ -71,7 +72,9 @@ def pipeline(
     request = PipelineRequest(model, example, loss, targets, stages, microbatches, schedule, layout, plan, engine)
     roll = RollCall("pipeline()", engine.timeout)
     control = meet_processes(roll, engine.timeout, engine.heartbeat)
-    with watch_processes(control, engine.heartbeat, roll) as heart, lend_foreign(model):
+    draws = ScriptDraws(model)
+    kept = draws.at(draws.get_state())  # who looks at a model runs its forward, which may draw
+    with watch_processes(control, engine.heartbeat, roll) as heart, lend_foreign(model), kept:
         terms = negotiate(control, request)
         found = trace_requested_model(terms)
         cut = plan_and_cut(terms, found)

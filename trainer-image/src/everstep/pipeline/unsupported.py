@@ -38,6 +38,11 @@ def refuse_unsupported(model: nn.Module) -> None:
         raise PipelineError("the model is a ScriptModule, which cannot be cut: give its original module")
     if is_compiled(model):
         raise PipelineError("the model is compiled as a whole, and cannot be cut: compile its blocks instead")
+    if type(model).get_extra_state is not nn.Module.get_extra_state:
+        raise PipelineError(
+            f"the model ({type(model).__name__}) has a get_extra_state() of its own, and a pipeline has its own state "
+            "in its place: keep that state in a buffer, or in a module within the model"
+        )
     for name, module in model.named_modules():
         if (why := _why_not(module)) is not None:
             raise PipelineError(f"{f'module {name!r}' if name else 'the model'} is {why}")
@@ -61,6 +66,26 @@ def refuse_unsupported(model: nn.Module) -> None:
                 "replica: make it with .clone() after expand(), or keep it small and expand it in forward"
             )
     _refuse_shared_memory(model)
+
+
+def refuse_frequencies(model: nn.Module) -> None:
+    """Check that no embedding divides its gradients by how often a word is in a batch.
+
+    Args:
+        model: A model whose batches are cut.
+
+    Raises:
+        PipelineError: One does. A micro-batch, or a replica, has a part of these words only.
+    """
+    for name, module in model.named_modules():
+        learns = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad
+        if learns and module.scale_grad_by_freq:
+            raise PipelineError(
+                f"module {name!r} is an {type(module).__name__} with scale_grad_by_freq=True, which divides gradients "
+                "by how often a word is in the batch, and a micro-batch has a part of the words only: make it with "
+                "scale_grad_by_freq=False, or take microbatches=1 and one replica; PlanOptions(check=False) trains it "
+                "as it is"
+            )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ each, and an optimizer such as LBFGS go another way. Nothing in their results sa
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +19,8 @@ from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.errors import PipelineError
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_clip_with_norm = clip_grad._clip_grads_with_norm_
+_group = clip_grad._group_tensors_by_device_and_dtype
+_NORMS = ("_get_total_norm", "_clip_grads_with_norm_")  # which group gradients, as other functions of torch do too
 _unscale = torch.amp.GradScaler._unscale_grads_
 _handles: list[Any] = []
 _TOGETHER = (torch.optim.LBFGS,)
@@ -35,7 +37,7 @@ def refuse_whole_model_calls(engine: Engine) -> None:
     _engines.add(engine)
     if not _handles:
         # By what it calls: scripts may have imported the function itself long before.
-        clip_grad._clip_grads_with_norm_ = _clip_unless_in_parts
+        clip_grad._group_tensors_by_device_and_dtype = _group_unless_in_parts
         torch.amp.GradScaler._unscale_grads_ = _unscale_unless_in_parts
         _handles.append(register_optimizer_step_pre_hook(_look_at_optimizer))
 
@@ -45,18 +47,19 @@ def allow_whole_model_calls(engine: Engine) -> None:
     _engines.discard(engine)
     if not _engines and _handles:
         _handles.pop().remove()
-        clip_grad._clip_grads_with_norm_ = _clip_with_norm
+        clip_grad._group_tensors_by_device_and_dtype = _group
         torch.amp.GradScaler._unscale_grads_ = _unscale
 
 
-def _clip_unless_in_parts(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    if _are_in_parts([parameters] if isinstance(parameters, torch.Tensor) else parameters):
+def _group_unless_in_parts(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if sys._getframe(1).f_code.co_name in _NORMS and _are_gradients_in_parts(tensors[0]):
         raise PipelineError(
-            "torch.nn.utils.clip_grad_norm_ was called with parameters of a pipeline, of which this process has only "
-            "its part, so that each process would clip by another norm: call run.clip_grad_norm_(max_norm) "
-            "on all processes, or give EngineOptions(clip=max_norm)"
+            "clip_grad_norm_, get_total_norm or clip_grads_with_norm_ of torch.nn.utils was called with gradients of a "
+            "pipeline, of which this process has only its part, so that each process would have another norm: call "
+            "run.clip_grad_norm_(max_norm) on all processes, which returns the norm of all gradients and with inf "
+            "changes none, or give EngineOptions(clip=max_norm)"
         )
-    return _clip_with_norm(parameters, *args, **kwargs)
+    return _group(tensors, *args, **kwargs)
 
 
 def _unscale_unless_in_parts(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +74,12 @@ def _unscale_unless_in_parts(scaler: Any, optimizer: Any, *args: Any, **kwargs: 
 
 
 def _look_at_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if any(engine.is_adding_up(_list_parameters(optimizer)) for engine in _engines):
+        raise PipelineError(
+            f"{type(optimizer).__name__} was to step between the batches of one step of a pipeline, when gradients are "
+            "sums that are neither scaled nor summed over replicas: call optimizer.step() after run.step(…, last=True) "
+            "only, and end a step so with the last batch of an epoch too"
+        )
     why = _explain_togetherness(optimizer)
     if why and _are_in_parts(_list_parameters(optimizer)):
         raise PipelineError(
@@ -103,3 +112,10 @@ def _are_in_parts(parameters: Iterable[Any]) -> bool:
         for each in engine.parameters.own
     }
     return bool(known) and any(id(each) in known for each in parameters)
+
+
+def _are_gradients_in_parts(gradients: Iterable[Any]) -> bool:
+    """Tell whether these are gradients of parameters of which others are on other processes."""
+    given = set(map(id, gradients))
+    own = (each for engine in _engines for each in engine.parameters.own if id(each.grad) in given)
+    return bool(given) and _are_in_parts(own)

@@ -92,7 +92,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         """The Trainer calls this before it trains: it may write into folders of a training before, in place."""
         self._hand_over()
         if state.is_world_process_zero:
-            self._published.part_from_owners()
+            self._published.begin_training()
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""

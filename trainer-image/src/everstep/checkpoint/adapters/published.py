@@ -109,7 +109,7 @@ class Published:
         """Have the folder committed as this step's checkpoint, beside training. One rank calls it.
 
         The folders may be deleted when this returns. One that is written into before it is stored is not stored: see
-        part_from_owners(). A failure is an event and ends no training: see finish(). A step that is reached again,
+        begin_training(). A failure is an event and ends no training: see finish(). A step that is reached again,
         after a restore or by a training that begins anew, is saved as a later attempt, where nobody gave this run its
         attempt; else that is an error.
 
@@ -133,11 +133,12 @@ class Published:
         except CheckpointError as error:
             self._events.emit(CheckpointEvent("failed", details={"step": step}, why=str(error)))
 
-    def part_from_owners(self) -> None:
-        """Have what the framework writes from now on leave alone what is still to be stored. One rank calls it.
-
-        It costs nothing where nothing is. A failure is a warning: what is written into is not stored then.
+    def begin_training(self) -> None:
+        """Note that a training begins: what it saves is its own, whatever steps one before it has saved that ended with
+        an error, and what the framework writes leaves alone what is still to be stored. One rank calls it.
         """
+        if self._training.submitted >= 0:  # else it goes on from what newest() has brought back
+            self._training = _Training()
         try:
             self._background.part_from_owners()
         except CheckpointError as error:

@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +29,8 @@ from everstep.checkpoint.state.flat import RANK, Flat, get_local_tensor
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.structure_sums import describe_structures
 from everstep.coordination.group import RankGroup
+
+_log = logging.getLogger("everstep.checkpoint")
 
 Signature = Mapping[str, tuple[Any, ...]]
 
@@ -73,6 +76,8 @@ def make_save_plan(state: Callable[[], Flat], rank: int, group: RankGroup, *, co
     messages: RankMessages | None = None
     try:
         flat = state()
+        if compare and rank == 0:
+            _warn_of_classes(flat)
         pieces = list_boxes(flat, rank)
         values = _checksum_values(flat, rank) if compare and group.size > 1 else {}
         messages = RankMessages(_describe_rank_layout(pieces, rank), values)
@@ -97,6 +102,21 @@ def make_save_plan(state: Callable[[], Flat], rank: int, group: RankGroup, *, co
             sums = RankMessages.failure(f"rank {rank} cannot read its state: {error}")
         RankMessages.check(_ask_first_rank(sums, coordinator.judge, group))
     return plan
+
+
+def _warn_of_classes(flat: Flat) -> None:
+    """Say which tensors come back as plain ones, unless the script holds one of their class when it restores."""
+    if flat.classes:
+        name, kind = next(iter(flat.classes.items()))
+        more = f", and {len(flat.classes) - 1} more like it" if len(flat.classes) > 1 else ""
+        _log.warning(
+            "%s is a %s: its elements are saved, not its class. It is restored as a Tensor where the script holds no "
+            "%s of this name and shape when it restores: hold one, or save as_subclass(torch.Tensor)%s",
+            name,
+            kind,
+            kind,
+            more,
+        )
 
 
 @dataclass(frozen=True)

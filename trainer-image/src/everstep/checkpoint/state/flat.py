@@ -16,7 +16,7 @@ from everstep.checkpoint.state.bulk import is_bulk, to_tensor
 from everstep.checkpoint.state.kinds import FromRank, ObjectKind, PerRank, Stateful, is_tensor, unwrap_marked
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.loader_samplers import is_loader
-from everstep.checkpoint.state.memory import get_local_tensor, why_not_saved
+from everstep.checkpoint.state.memory import get_local_tensor, is_of_own_class, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.param_holders import find_holders
@@ -46,12 +46,14 @@ class Flat:
     """Tensors (or DTensors), detached, on any device, sharing the objects' storage; values packed for the manifest.
 
     `elsewhere`: names of tensors that another rank's are saved for: see FromRank, and DDP's buffers.
+    `classes`: of tensors of nested values and objects, by their names: those that the checkpoint does not record.
     """
 
     tensors: dict[str, torch.Tensor]
     values: dict[str, object]
     bulk: dict[str, Any] = field(default_factory=dict)  # arrays and bytes whose bytes are tensors here, as they are
     elsewhere: frozenset[str] = frozenset()
+    classes: Mapping[str, str] = field(default_factory=dict)
 
     def fitted(
         self, planned: Mapping[str, tuple[Any, ...]], bulk: Collection[str], sign: Callable[[Any], Mapping[str, Any]]
@@ -76,7 +78,7 @@ class Flat:
             tensors[name] = torch.zeros(shape, dtype=dtype, device="cpu")
         values = {**self.values, **{name: pack_value(self.bulk[name], name) for name in others}}
         kept = {name: each for name, each in self.bulk.items() if name not in others}
-        return Flat(tensors, values, kept, self.elsewhere)
+        return Flat(tensors, values, kept, self.elsewhere, self.classes)
 
 
 def flatten_objects(
@@ -95,6 +97,7 @@ def flatten_objects(
     values: dict[str, object] = {}
     bulk: dict[str, Any] = {}
     elsewhere: set[str] = set()
+    classes: dict[str, str] = {}
     sources = {names.escape_segment(name): each.rank for name, each in objects.items() if isinstance(each, FromRank)}
     for kind in bind_kinds(objects, rank=rank, step=step):
         follows = sources.get(kind.prefix, rank) != rank
@@ -120,7 +123,10 @@ def flatten_objects(
                 raise CheckpointError(f"{name} {why}")
             else:
                 tensors[name] = leaf
-    return Flat(tensors, values, bulk, frozenset(elsewhere & tensors.keys()))
+                # A module and an optimizer are made by the script, with tensors of their classes.
+                if isinstance(kind, StateValue | StatefulObject) and is_of_own_class(leaf):
+                    classes[name] = type(leaf).__name__
+    return Flat(tensors, values, bulk, frozenset(elsewhere & tensors.keys()), classes)
 
 
 def _leaves_of(kind: ObjectKind) -> Iterator[tuple[str, Any]]:

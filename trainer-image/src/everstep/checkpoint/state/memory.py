@@ -49,6 +49,15 @@ def why_not_saved(tensor: torch.Tensor) -> str | None:
     return None
 
 
+def is_of_own_class(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is of a class that no checkpoint records: what is restored anew is a plain tensor.
+
+    A parameter of such a class is not meant: whoever trains it holds it when it is restored.
+    """
+    here = get_local_tensor(tensor)
+    return type(here) not in WHOLE and not isinstance(here, torch.nn.Parameter)
+
+
 def why_not_written(tensor: torch.Tensor) -> str | None:
     """Return why nothing may be copied into a tensor now, and what to do about it; None where it may."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():

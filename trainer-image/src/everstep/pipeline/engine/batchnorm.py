@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.writes import are_statistics_put_together
 
 _REASON = "a pipeline puts the statistics of batch normalisation together itself: compile without fullgraph=True"
@@ -77,9 +78,15 @@ class RunningStatistics:
                 mean, square = (part[1:] / count).chunk(2)
                 _update_running_statistics(layer, mean, (square - mean**2) * (count / (count - 1)))
 
-    def _enter(self, layer: Any, _: Any) -> None:
+    def _enter(self, layer: Any, given: Any) -> None:
         if not self._inside or not layer.training:
             return
+        if given and given[0].numel() == layer.num_features:
+            raise PipelineError(
+                f"{layer} is in training, and got one value for each channel: a batch, or a replica's part of it, had "
+                "one sample, or PlanOptions(check=False) let it be cut so. Give each replica two samples at least, as "
+                "by drop_last=True in a loader, and each micro-batch"
+            )
         own = {name: layer._buffers[name] for name in _BUFFERS}
         self._own[layer] = own, layer.momentum
         for name, buffer in own.items():

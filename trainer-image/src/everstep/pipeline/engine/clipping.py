@@ -22,8 +22,13 @@ def sum_of_powers(parameters: Sequence[Any], norm_type: float = 2.0) -> Any:
         for each in gradients
         if each.element_size() < 4
     ]
-    if wide := [each for each in gradients if each.element_size() >= 4]:
-        norms.append(torch.nn.utils.get_total_norm(wide, norm_type))
+    # As torch's get_total_norm, which a pipeline refuses for gradients of one process.
+    by_type: dict[Any, list[Any]] = {}
+    for each in gradients:
+        if each.element_size() >= 4:
+            by_type.setdefault(each.dtype, []).append(each)
+    for wide in by_type.values():
+        norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide, norm_type)), norm_type))
     if not norms:
         return 0.0
     every = torch.stack([each.double() for each in norms])

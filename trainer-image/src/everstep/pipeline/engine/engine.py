@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -124,17 +124,16 @@ class Engine:
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
         self.steps = self.progress = self.passes = 0  # optimizer steps; for who watches, actions done and what all do
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
-        self._batches, self._total = 0, Total()
-        self._training, self._closed = True, ""  # why
+        self.least, self._total = 1, Total()  # samples of a micro-batch, where a batch has as many
+        self._batches, self._training, self._closed = 0, True, ""  # why
         self._inputs, self._targets, self._sizes = list[Any](), list[Any](), list[int]()
 
     def step(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None, *, last: bool = True) -> StepResult:
         """Forward and backward of one batch of this replica; then parameters have the gradients of the mean loss.
 
         `batch` has the model's arguments by name; a rank needs those in `reads` only. With `last=False` the gradients
-        of several batches are added up, and the step ends with the first call without it. Gradients from before the
-        step are dropped. PipelineError on all ranks if they do not agree on the step or the batch; after any other
-        error the transport is aborted, and the engine of no use.
+        of several batches are added up, and the step ends with the first call without it. Gradients from before it are
+        dropped. PipelineError on all ranks if they do not agree on it; after other errors the engine is of no use.
         """
         self._require_open()
         if not self._batches:
@@ -144,7 +143,7 @@ class Engine:
             with without_hooks(self.parameters.own), share_casts(is_wanted=self.options.precision != "full"):
                 self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
             self._batches = 0 if last else self._batches + 1
-            return self._finish() if last else StepResult(float("nan"), 0.0)
+            return self._finish() if last else self._hold()
 
     def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> StepResult:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
@@ -165,9 +164,13 @@ class Engine:
         return {"steps": self.steps, "loss_scale": self.loss_scale.value, "good": self.loss_scale.good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken; a step that is under way is dropped."""
         self.steps = self._random.step = state["steps"]
-        self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
+        self._batches, self.loss_scale.value, self.loss_scale.good = 0, state["loss_scale"], state["good"]
+
+    def is_adding_up(self, parameters: Iterable[Any]) -> bool:
+        """Tell whether these have gradients of a step that has begun, and that further batches are to end."""
+        return self._batches > 0 and not self._closed and self.parameters.held.are_of(parameters)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -278,15 +281,21 @@ class Engine:
                 given[edge.value] = self._values.take_gradients(edge.value, microbatch, layout)
         return given
 
+    def _hold(self) -> StepResult:
+        """After a batch that does not end its step: one process has updated its statistics by now."""
+        self._commit_statistics()
+        self.parameters.hold_gradients()
+        return StepResult(float("nan"), 0.0)
+
     def _finish(self) -> StepResult:
         self.parameters.reduction.finish()
         self._total.differentiated = sum(each.take_differentiated() for each in self._stages.values())
         self._commit_statistics()
         counted, own, device = self.parameters.counted_here, self.parameters.own, self.transport.device
         call = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
-        hooks = call if any(map(has_hooks, own)) else None
-        clip, narrow = self.options.clip, self.parameters.narrow_gradients
+        hooks, narrow = call if any(map(has_hooks, own)) else None, self.parameters.narrow_gradients
         add = partial(self.parameters.copies.add_up, self._sum, self.steps)
+        clip = self.options.clip
         scaled = scale_to_mean_loss(own, counted, self._total, add, self.loss_scale, clip, device, hooks, narrow)
         narrow()
         self.steps += 1
@@ -336,12 +345,12 @@ class Engine:
         return {name: value / scaled.count for name, value in zip(names, sums.tolist(), strict=True)}
 
     def _cut(self, batch: Any, targets: Any, samples: int) -> None:
-        count, unsplit_inputs = self.schedule.microbatches, self.options.unsplit_inputs
-        self._sizes = [stop - start for start, stop in compute_bounds(samples, count)]
+        count, unsplit_inputs, least = self.schedule.microbatches, self.options.unsplit_inputs, self.least
+        self._sizes = [stop - start for start, stop in compute_bounds(samples, count, least)]
         inputs = select_arguments(batch, self.reads.inputs) if self.reads.inputs else {}
-        self._inputs = split_batch(inputs, samples, count, unsplit_inputs) if inputs else []
+        self._inputs = split_batch(inputs, samples, count, unsplit_inputs, least) if inputs else []
         has_targets = self.reads.targets and targets is not None
-        self._targets = split_batch(targets, samples, count) if has_targets else []
+        self._targets = split_batch(targets, samples, count, least=least) if has_targets else []
 
     def _loss_of(self, microbatch: int, output: Any) -> LossPart | None:
         if not self._targets or self._loss is None:

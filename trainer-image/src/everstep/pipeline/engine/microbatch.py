@@ -44,12 +44,13 @@ def batch_size(batch: Any, unsplit_inputs: frozenset[str] = frozenset()) -> int 
     return next(iter(sizes), None)
 
 
-def compute_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
+def compute_bounds(size: int, microbatches: int, least: int = 1) -> list[tuple[int, int]]:
     """Return where each micro-batch begins and ends, as (start, stop) in samples.
 
-    The micro-batches are as equal as can be, larger ones first, and none is empty.
+    The micro-batches are as equal as can be, larger ones first, and none is empty, nor has fewer than `least` samples
+    unless the batch has.
     """
-    count = min(size, microbatches)
+    count = min(size // least, microbatches) or min(size, 1)
     each, more = divmod(size, count) if count else (0, 0)
     found, start = [], 0
     for index in range(count):
@@ -59,7 +60,9 @@ def compute_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     return found
 
 
-def split_batch(batch: Any, size: int, microbatches: int, unsplit_inputs: frozenset[str] = frozenset()) -> list[Any]:
+def split_batch(
+    batch: Any, size: int, microbatches: int, unsplit_inputs: frozenset[str] = frozenset(), least: int = 1
+) -> list[Any]:
     """`batch` in at most `microbatches` parts, each with the batch's structure; views, nothing is copied.
 
     PipelineError for `Parts` that are not as many.
@@ -70,7 +73,7 @@ def split_batch(batch: Any, size: int, microbatches: int, unsplit_inputs: frozen
                 f"the batch is already cut into {len(batch)} micro-batches, and the plan has {microbatches}"
             )
         return list(batch)
-    return [_slice_batch(batch, size, where, unsplit_inputs) for where in compute_bounds(size, microbatches)]
+    return [_slice_batch(batch, size, where, unsplit_inputs) for where in compute_bounds(size, microbatches, least)]
 
 
 def lend_targets(targets: Any, *, copied: bool) -> Any:

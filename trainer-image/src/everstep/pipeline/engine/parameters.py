@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from everstep.pipeline.engine.between_batches import HeldGradients
 from everstep.pipeline.engine.copies import ParameterCopies
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.reduction import Reduction
@@ -66,6 +67,7 @@ class Parameters:
         _only_once(by_stage)
         self._known = frozenset(map(id, self.own))  # which live as long as this object
         self._learning: list[bool] = []
+        self.held = HeldGradients()
         self._kept: list[tuple[Callable[[], Any], Mapping[Any, int]]] = []  # what optimizers keep, while they are there
         self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, options.bucket)
         ranks_of = {name: sorted({placement[stage] for stage in owners}) for name, owners in graph.ties}
@@ -144,7 +146,9 @@ class Parameters:
         flags = [parameter.requires_grad for parameter in self.own]
         if first:
             self._learning = flags
-        elif flags != self._learning:
+            return
+        self.held.check(self.named)
+        if flags != self._learning:
             place = next(at for at, pair in enumerate(zip(flags, self._learning, strict=True)) if pair[0] != pair[1])
             name = next(name for name, parameter in self.named.items() if parameter is self.own[place])
             raise PipelineError(
@@ -154,11 +158,16 @@ class Parameters:
 
     def forget_gradients(self) -> None:
         """Before a step."""
+        self.held.release()
         for parameter in self.own:
             parameter.grad = None
         self._find_keepers()
         if self._wide:
             widen_gradients(self.own)
+
+    def hold_gradients(self) -> None:
+        """After a batch that does not end its step: the next one finds them as they are, or is rejected."""
+        self.held.hold(self.named)
 
     def narrow_gradients(self) -> None:
         """Round gradients to the types that optimizers and hooks expect."""

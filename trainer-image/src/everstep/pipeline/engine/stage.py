@@ -13,11 +13,11 @@ from torch import nn
 from everstep.pipeline.engine.leaves import UnknownLeaves
 from everstep.pipeline.engine.losses import LossPart
 from everstep.pipeline.engine.nested import StageValue, unflatten_tensors, value_of
-from everstep.pipeline.engine.script_draws import ScriptDraws, compare_recomputation
 from everstep.pipeline.engine.split import Deferred, input_grad
 from everstep.pipeline.engine.values import Gradients
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.compiled import is_compiled
+from everstep.pipeline.frontend.script_draws import ScriptDraws, compare_recomputation
 
 OUTPUT = "output"  # what the model returns, as a value of the last stage
 INPUT = "input:"  # before the name of an argument of the model

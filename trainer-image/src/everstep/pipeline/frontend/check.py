@@ -18,6 +18,7 @@ from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.gradients import without_hooks
 from everstep.pipeline.frontend.patches import divisible_checkpoints
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.stages import INPUT, OUTPUT, StageModule
 from everstep.pipeline.frontend.trace import attributes_kept
 
@@ -55,12 +56,14 @@ def compare_gradients(
     parameters = dict(model.named_parameters())
     functions: list[str] = []
     call = partial(Arguments(model).call, model)
+    draws = ScriptDraws(model)
+    drawn = draws.get_state()
 
     def given() -> Any:  # copies, since a model may change in place what it is given
         return pytree.tree_map(_copy_leaf, dict(inputs))
 
     def again(forward: Callable[[Any], Any], factor: float = 1.0) -> dict[str, Any]:
-        with as_before(model), attributes_kept(model), divisible_checkpoints():
+        with as_before(model), attributes_kept(model), divisible_checkpoints(), draws.at(drawn):
             with torch.no_grad():
                 forward(given())  # who counts calls does something else in the second
             return _compute_gradients(parameters, lambda: loss(forward(given())) * factor, functions)

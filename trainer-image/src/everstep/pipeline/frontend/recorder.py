@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.frontend import opaque
 from everstep.pipeline.frontend.attributes import AttributeReads
 from everstep.pipeline.frontend.compiled import COMPILED, is_compiled
+from everstep.pipeline.frontend.own_state import explain_own_state
 from everstep.pipeline.frontend.patches import listen_to_model
 from everstep.pipeline.frontend.placement import built_in, get_current_stage
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, TensorInfo, Untraceable
@@ -203,7 +204,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             self._stack[-1].body.append(call)
         else:
             call = self.record.root
-        call.whole, call.is_lent = _explain_hooks(module), any(map(self._is_lent, module.modules()))
+        own = explain_own_state(module) if self._stack else ""
+        call.whole, call.is_lent = _explain_hooks(module) or own, any(map(self._is_lent, module.modules()))
         call.grad, call.autocast = torch.is_grad_enabled(), self.autocasts[-1] if self.autocasts else None
         here, built = get_current_stage(), built_in(module)
         call.stage = here if here is not None else built

@@ -17,6 +17,9 @@ class Skeleton(nn.Module):  # type: ignore[misc]  # torch is not where types are
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.training = original.training
+        self._load_state_dict_pre_hooks = (
+            original._load_state_dict_pre_hooks
+        )  # as those that rename what older ones had
         # What the module for which it stands has, in its order, from which the first name of a shared weight follows.
         self._order: tuple[str, ...] = (
             original._order

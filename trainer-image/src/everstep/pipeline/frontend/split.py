@@ -114,7 +114,7 @@ class _Cut:
             SizeRules(find_places(wanted, known), sizes, conditions),
             self.model.both,
             StageUses(
-                self._find_changed_arguments().intersection(arguments),
+                self._find_changed_arguments().intersection(arguments) | self._find_passed_values(inputs, has_output),
                 self._find_written_weights(),
                 self._list_used_weights(),
                 self._number_repeats(items),
@@ -140,6 +140,14 @@ class _Cut:
         """The arguments that it changes in place."""
         memory = {each for unit in self.own for part in iterate_parts(unit.item) for each in part.mutates}
         return {name for each, name in self.record.given.items() if each in memory}
+
+    def _find_passed_values(self, inputs: Mapping[str, int | None], has_output: bool) -> set[str]:
+        """The values of other stages that the model returns as they are, which a loss may change in place, as it may
+        in one process."""
+        if not has_output:
+            return set()
+        given = {ref.index for ref in iterate_references(self.record.root.outputs) if isinstance(ref, ValueRef)}
+        return {name for name, value in inputs.items() if value in given}
 
     def _number_repeats(self, items: Iterable[Item]) -> dict[str, tuple[int, ...]]:
         found: dict[str, list[int]] = defaultdict(list)

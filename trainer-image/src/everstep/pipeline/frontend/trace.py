@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,6 +20,7 @@ from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Untraceable
 from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, collect_sizes
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
 from everstep.pipeline.frontend.units import Item, Units, find_units
 from everstep.pipeline.graph import Graph, GraphNode
@@ -172,7 +171,7 @@ def _record_call(
     while True:
         recorder = Recorder(model, Sizes(known), device, unseen, unsplit_inputs)
         try:
-            with attributes_kept(model), _python_draws_nothing(), disable_compilation():
+            with attributes_kept(model), _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
                 again = Recorder(model, Sizes(known), device, unseen, unsplit_inputs)
@@ -191,7 +190,7 @@ def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], Fo
     """PipelineError if a forward that has changed attributes does something else the next time."""
     changed = recorder.attributes.changed
     try:
-        with attributes_kept(model), _python_draws_nothing(), disable_compilation():
+        with attributes_kept(model), _python_draws_nothing(model), disable_compilation():
             for (path, name), (_, after) in changed.items():
                 vars(model.get_submodule(path))[name] = after
             second = again()
@@ -221,17 +220,14 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _python_draws_nothing() -> Iterator[None]:
-    """Untraceable if something inside draws random numbers that are not torch's: what follows from them would be the
-    same for ever. They are afterwards what they were."""
-    numpy = sys.modules.get("numpy")
-    before, others = random.getstate(), () if numpy is None else numpy.random.get_state()
-    yield
-    drawn = random.getstate() != before
-    random.setstate(before)
-    if numpy is not None:
-        drawn = drawn or any(map(numpy.any, map(numpy.not_equal, numpy.random.get_state(), others)))
-        numpy.random.set_state(others)
+def _python_draws_nothing(model: nn.Module) -> Iterator[None]:
+    """Untraceable if something inside draws random numbers that are not torch's, also from a generator of its own: what
+    follows from them would be the same for ever. They are afterwards what they were."""
+    draws = ScriptDraws(model)
+    before = draws.get_state()
+    with draws.at(before):
+        yield
+        drawn = draws.have_drawn(before)
     if drawn:
         raise Untraceable(
             "its code draws from Python's or numpy's random numbers, of which a trace sees one draw only: draw with "

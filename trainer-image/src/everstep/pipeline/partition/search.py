@@ -211,15 +211,22 @@ class _Arcs:
     def ways(self) -> list[Cuts]:
         """All ways of as many arcs as there are stages."""
         found: list[Cuts] = []
+        # Of each stage, the arcs from whose end the others lead to the last downset: most ways of many stages do not.
+        leading: list[NDArray[np.bool_]] = []
+        ends = np.arange(self.space.size) == self.space.size - 1
+        for stage in reversed(range(self.stages)):
+            leads = ends[self.upper] if self._keep is None else ends[self.upper] & self._keep[stage]
+            leading.append(leads)
+            ends = np.zeros(self.space.size, dtype=np.bool_)
+            ends[self.lower[leads]] = True
+        leading.reverse()
 
         def walk(cuts: Cuts) -> None:
             cut = cuts[-1] if cuts else 0
             if len(cuts) == self.stages:
-                found.extend([cuts] if cut == self.space.size - 1 else [])
+                found.append(cuts)
                 return
-            arcs = np.flatnonzero(self.lower == cut)
-            if self._keep is not None:
-                arcs = arcs[self._keep[len(cuts)][arcs]]
+            arcs = np.flatnonzero((self.lower == cut) & leading[len(cuts)])
             for upper in self.upper[arcs].tolist():
                 walk((*cuts, upper))
 

@@ -7,9 +7,11 @@ a global variable, shows in the first recomputation: its results are compared wi
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class ScriptDraws:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
+        self._globals = _find_global_generators(self._modules)
 
     def get_state(self) -> list[tuple[Any, Any]]:
         """Return what is given to `at` to draw the same numbers again."""
@@ -38,7 +41,13 @@ class ScriptDraws:
             # By their types: an object may say that it has any attribute, as dictionaries with attributes do.
             every = [each for each in vars(module).values() if isinstance(each, kinds)]
             found += [each for each in every if not isinstance(each, random.SystemRandom)]  # which has no state
+        found += self._globals
         return [(each, _get_state(each)) for each in found]
+
+    def have_drawn(self, state: list[tuple[Any, Any]]) -> bool:
+        """Tell whether Python's, numpy's or a module's own have drawn since `state`, beside torch's generators."""
+        known = {id(each): pickle.dumps(own) for each, own in state if not isinstance(each, torch.Generator)}
+        return any(known[id(each)] != pickle.dumps(_get_state(each)) for each, _ in state if id(each) in known)
 
     @contextlib.contextmanager
     def at(self, state: list[tuple[Any, Any]]) -> Iterator[None]:
@@ -51,6 +60,21 @@ class ScriptDraws:
         finally:
             for each, own in before:
                 _set_state(each, own)
+
+
+def _find_global_generators(modules: Sequence[nn.Module]) -> list[Any]:
+    """The generators that the code of these modules names as global variables."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        kinds += (numpy.Generator, numpy.RandomState)
+    found: dict[int, Any] = {}
+    own = {each for module in modules for each in type(module).__mro__ if not each.__module__.startswith("torch.")}
+    for function in (each for kind in own for each in vars(kind).values() if isinstance(each, FunctionType)):
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
+                found[id(value)] = value
+    return list(found.values())
 
 
 def compare_recomputation(stage: int, first: Mapping[str, list[Any]], again: Mapping[str, list[Any]]) -> None:

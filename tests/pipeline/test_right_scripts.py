@@ -1,0 +1,200 @@
+"""Scripts that are right are neither refused nor changed by what finds out those that are not."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from torch import nn
+from torch.nn import functional as f
+
+from tests.checkpoint import ranks
+from tests.pipeline.test_other_scripts import (
+    HIDDEN,
+    Net,
+    Words,
+    batch,
+    cut,
+    mean_of_samples,
+    mean_of_words,
+    say,
+    squared,
+)
+
+pytestmark = pytest.mark.torch
+
+
+# ---- what is no fault ----
+
+
+def _clip(rank: int) -> list[float]:
+    one = Net()
+    squared(one(batch(0)[0]), batch(0)[1]).backward()
+    wanted = float(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1))
+    apart = []
+    for clip in (None, 0.1):
+        with cut(Net(), clip=clip) as run:
+            norm = run.step(*batch(0)).norm if clip else float(run.clip_grad_norm_(0.1))
+            if not clip:
+                run.step(*batch(0))
+                norm = float(run.clip_grad_norm_(0.1))
+            assert norm is not None
+            grads = dict(one.named_parameters())
+            apart += [norm - wanted]
+            apart += [float((each.grad - grads[name].grad).abs().max()) for name, each in run.named_parameters()]
+    return apart
+
+
+def test_a_pipeline_clips_by_the_norm_of_all_processes() -> None:
+    for apart in ranks.run(2, _clip):
+        assert max(map(abs, apart)) < 1e-9, apart
+
+
+def sum_of_words(output: Any, target: Any) -> Any:
+    return f.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
+
+
+def noisy(output: Any, target: Any) -> Any:
+    return mean_of_samples(output + torch.randn_like(output), target)
+
+
+def noisy_in_python(output: Any, target: Any) -> Any:
+    return mean_of_samples(output * random.uniform(0.5, 1.5), target)
+
+
+def many_classes(output: Any, target: Any) -> Any:
+    return f.binary_cross_entropy_with_logits(output.mean(1), target.to(output))
+
+
+def exponential(output: Any, target: Any) -> Any:
+    counts = target != -100
+    losses = (((output + 31).exp() - target.unsqueeze(-1) * output).sum(-1) * counts).sum(1)
+    return (losses / counts.sum(1).clamp(min=1)).mean()
+
+
+def _tell_skipped(run: Any, words: Any, targets: Any) -> bool:
+    return bool(run.step(words, targets).skipped)
+
+
+def _pad_what_is_right(rank: int) -> list[str]:
+    words = torch.arange(40).view(8, 5)
+    full, padded = words % 9, (words % 9).clone()
+    padded[1:3, 2:] = -100
+    classes = torch.zeros(8, 9, dtype=torch.bool)
+    classes[:, 0] = True
+    more = classes.clone()
+    more[2] = True
+    said = []
+    for loss, first, later in (
+        (noisy, full, padded),
+        (noisy_in_python, full, padded),
+        (exponential, full, padded),
+        (sum_of_words, padded, padded),
+    ):
+        with cut(Words(), loss, (words, first)) as run:
+            said.append(say(partial(_tell_skipped, run, words, later)))
+    with cut(Words().bfloat16(), many_classes, (words, classes)) as run:
+        said.append(say(partial(_tell_skipped, run, words, more)))
+    return said
+
+
+def test_padding_is_no_fault_of_losses_that_draw_count_are_narrow_or_grow_beyond_numbers() -> None:
+    for said in ranks.run(2, _pad_what_is_right):
+        assert set(said) == {"gave False"}, said
+
+
+def _pad_what_begins_with_zeros(rank: int) -> str:
+    words = torch.arange(40).view(8, 5)
+    full, padded = words % 9, (words % 9).clone()
+    padded[1:3, 2:] = -100
+    model = Words()
+    torch.nn.init.zeros_(model.out.weight)
+    torch.nn.init.zeros_(model.out.bias)
+    with cut(model, mean_of_words, (words, full)) as run:
+        return say(lambda: run.step(words, padded))
+
+
+def test_a_mean_over_words_shows_where_all_outputs_are_zeros() -> None:
+    assert any(
+        "it is a mean over what counts in the targets" in said for said in ranks.run(2, _pad_what_begins_with_zeros)
+    )
+
+
+def _cut_again_within_a_step(rank: int) -> str:
+    model = Net()
+    left = cut(model)
+    left.step(*batch(0), last=False)
+    with cut(model) as run:
+        run.step(*batch(0))
+        said = say(torch.optim.SGD(run.groups(), lr=0.1).step)
+    left.close()
+    return said
+
+
+def test_a_step_that_was_left_is_none_of_the_next_pipeline() -> None:
+    assert ranks.run(2, _cut_again_within_a_step) == ["gave None"] * 2
+
+
+class Renaming(nn.Module):  # type: ignore[misc]
+    """Loads what an older version of it has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self._register_load_state_dict_pre_hook(self._rename)
+
+    def _rename(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in [each for each in state if each.startswith(f"{prefix}old.")]:
+            state[name.replace(f"{prefix}old.", f"{prefix}one.")] = state.pop(name)
+
+    def forward(self, x: Any) -> Any:
+        return self.two(self.one(x).tanh())
+
+
+def _load_older(rank: int) -> float:
+    torch.manual_seed(1)
+    other = {name: torch.randn_like(each) for name, each in Net(Renaming()).state_dict().items()}
+    older = {name.replace("between.one", "between.old"): each for name, each in other.items()}
+    with cut(Net(Renaming()), stage_of={"between.two": 1}) as run:
+        own = {name.replace("between.one", "between.old") for name, _ in run.named_parameters()}
+        run.load_state_dict({**{name: older[name] for name in own}, "_extra_state": run.get_extra_state()})
+        return max(float((each.detach() - other[name]).abs().max()) for name, each in run.named_parameters())
+
+
+def test_a_module_that_renames_what_it_loads_is_cut_and_does_so() -> None:
+    assert ranks.run(2, _load_older) == [0.0, 0.0]
+
+
+# ---- short batches ----
+
+
+def _shorten(rank: int) -> list[Any]:
+    found: list[Any] = []
+    for samples, parts in ((5, 2), (3, 1), (2, 1), (8, 4)):
+        one = Net(nn.BatchNorm1d(HIDDEN))
+        with cut(Net(nn.BatchNorm1d(HIDDEN)), microbatches=4) as run:
+            inputs, targets = batch(0, samples)
+            loss = run.step(inputs, targets).loss
+            pieces = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
+            wanted = sum(squared(one(x), y) * len(x) for x, y in pieces) / samples
+            found.append(loss - float(wanted))
+    options: dict[str, Any] = {"costs": "measured", "microbatches": None, "given": batch(0, 4)}
+    with cut(Net(nn.BatchNorm1d(HIDDEN)), **options) as run:  # as many micro-batches as are best
+        found.append(run.step(*batch(0, 4)).skipped)
+    found.append(say(lambda: cut(Net(nn.BatchNorm1d(HIDDEN)), microbatches=3, given=batch(0, 4))))
+    with cut(Net(nn.BatchNorm1d(HIDDEN)), microbatches=4) as run:
+        found.append(say(lambda: run.step(*batch(0, 1))))
+    return found
+
+
+def test_no_microbatch_has_one_sample_where_batch_normalisation_could_not_take_it() -> None:
+    every = ranks.run(2, _shorten)
+    assert any("Give each replica two samples at least" in said[-1] for said in every), every
+    for *apart, too_many, _ in every:
+        assert max(map(abs, apart)) < 1e-12, apart
+        assert "take 2 micro-batches at most, or larger batches" in too_many

@@ -1,0 +1,176 @@
+"""Targets of which some samples count more than others, that come only after training has begun.
+
+A loss that gives a bare mean is weighted by samples. Where it is a mean over words or pixels that count, this shows
+only if samples differ in how many of theirs count, which the example may not. So the first batch in which they do, by
+-100 or by a mask, has the loss looked at once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.pipeline.engine.losses import Loss, compute_loss
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.compiled import disable_compilation
+from everstep.pipeline.frontend.foreign_weights import WeightReads
+from everstep.pipeline.frontend.script_draws import ScriptDraws
+from everstep.pipeline.loss_state import loss_kept
+
+_log = logging.getLogger("everstep.pipeline")
+
+_IGNORED = -100  # by all losses of torch, unless they are told another number
+_EVERY = 64  # batches; targets on a GPU are waited for
+_OF_NUMBERS, _OF_NARROW = 1e-4, 5e-2  # relative to the largest of the losses
+_ADVICE = (
+    "give EngineOptions.loss_weight, a function of (output, targets) that returns how many count, or let the loss "
+    "return (sum, count)"
+)
+
+
+class CountedTargets:
+    """A loss that is looked at once more where samples differ in how much of their targets counts.
+
+    Raises:
+        PipelineError: It is a mean over what counts, and has no weight that says how much that is.
+    """
+
+    def __init__(self, loss: Loss, weight: Loss | None) -> None:
+        self._loss, self._weight = loss, weight
+        self._is_done, self._looks, self._batches = weight is not None, False, 0
+
+    def see(self, targets: Any) -> None:
+        """See the targets of a batch before its micro-batches are given to the loss."""
+        if not self._is_done and not self._looks:
+            self._batches += 1
+            self._looks = any(map(self._is_uneven, tensors_of(targets)))
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        looks, self._looks = self._looks, False
+        pair = _take_pair(output, targets) if looks else None  # before the loss, which may write what it is given
+        given = self._loss(output, targets)
+        if looks or isinstance(given, tuple):
+            self._is_done = True
+        if looks and not isinstance(given, tuple):
+            self._look(pair)
+        return given
+
+    def _is_uneven(self, tensor: torch.Tensor) -> bool:
+        if tensor.dtype not in (torch.int64, torch.int32, torch.bool) or not tensor.dim() or len(tensor) < 2:
+            return False
+        if tensor.device.type != "cpu" and self._batches % _EVERY != 1:
+            return False
+        counts = _find_ignored(tensor).reshape(len(tensor), -1).sum(1)
+        return bool((counts != counts[0]).any())
+
+    def _look(self, pair: tuple[Any, Any] | None) -> None:
+        """Compare the loss of two samples, of one of which half is ignored, with the mean of the losses of each."""
+        if pair is None:
+            warnings.warn(
+                "samples of this batch differ in how much of their targets counts, and the loss gives a bare mean, "
+                f"which a pipeline weights by samples: if it is a mean over what counts, {_ADVICE}",
+                stacklevel=2,
+            )
+            return
+        # Losses are nearly alike before training; but not all outputs can be any number, nor all losses take any type.
+        for is_wide, factor in ((True, 3.0), (True, 1.0), (False, 3.0), (False, 1.0)):
+            try:
+                found = self._compare(*_vary(pair, factor, is_wide=is_wide), is_wide=is_wide)
+            except Exception as error:
+                _log.info("whether the loss counts targets was not checked: %s: %s", type(error).__name__, error)
+                continue
+            if found is None:
+                return
+            at_once, apart = found
+            raise PipelineError(
+                f"the loss of two samples, of which one counts less, is {at_once:.6g} at once, and the mean of their "
+                f"losses is {apart:.6g}: it is a mean over what counts in the targets, of which samples of this batch "
+                f"have different numbers, and a pipeline weights a bare mean by samples: {_ADVICE}"
+            )
+
+    def _compare(self, outputs: Any, wanted: Any, *, is_wide: bool) -> tuple[float, float] | None:
+        """Return the loss at once and the mean of both; None if they are alike, or differ for another reason."""
+        tensors = [*tensors_of(outputs), *tensors_of(wanted)]
+        draws = ScriptDraws(self._loss if isinstance(self._loss, nn.Module) else nn.Module())
+        before, kind, types, drew = draws.get_state(), tensors[0].device.type, {each.dtype for each in tensors}, False
+
+        def compute(rows: slice, seed: int = 0) -> float:
+            nonlocal drew
+            torch.manual_seed(seed)
+            own = [map_tensors(each, lambda tensor: tensor[rows].clone()) for each in (outputs, wanted)]
+            with draws.at(before):
+                given = compute_loss(self._loss, own[0], own[1], 1, None).sum
+                drew = drew or draws.have_drawn(before)
+            types.add(given.dtype)
+            return float(given)
+
+        devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(sorted(devices)),
+            torch.autocast(kind, enabled=not is_wide and torch.is_autocast_enabled(kind)),
+            loss_kept(self._loss),
+            disable_compilation(),
+            WeightReads({}) as reads,
+        ):
+            both, again = compute(slice(0, 2)), compute(slice(0, 2), seed=1)
+            one, other = compute(slice(0, 1)), compute(slice(1, 2))
+        if not math.isfinite(both) or math.isinf(one) or math.isinf(other):
+            raise ArithmeticError(f"it is {both:g}")
+        if drew or reads.draws or both != again:
+            return None
+        narrow = not is_wide or any(each.is_floating_point and each.itemsize < 4 for each in types)
+        allowed = (_OF_NARROW if narrow else _OF_NUMBERS) * max(abs(both), abs(one), abs(other))
+        return None if abs(both - (one + other) / 2) <= allowed else (both, (one + other) / 2)
+
+
+def _take_pair(output: Any, targets: Any) -> tuple[Any, Any] | None:
+    """Copy, twice each, the sample of which most counts; None if not all tensors are cut by samples."""
+    tensors = [*tensors_of(output), *tensors_of(targets)]
+    if any(not each.dim() or len(each) != len(tensors[0]) for each in tensors):
+        return None
+    counted = [each for each in tensors_of(targets) if each.dtype in (torch.int64, torch.int32, torch.bool)]
+    ignored = [_find_ignored(each).reshape(len(each), -1).sum(1).cpu() for each in counted]
+    fullest = int(torch.stack(ignored).sum(0).argmin())
+
+    def twice(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.detach()[fullest : fullest + 1]
+        return torch.cat([own, own])
+
+    return map_tensors(output, twice), map_tensors(targets, twice)
+
+
+def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, Any]:
+    """Let the first sample have other outputs, and count half; `is_wide` has all numbers in float32 at least."""
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        is_narrow = tensor.is_floating_point() and tensor.element_size() < 4
+        return tensor.float() if is_wide and is_narrow else tensor.clone()
+
+    outputs, wanted = map_tensors(pair, widen)
+    for each in tensors_of(outputs):
+        if each.is_floating_point() and factor != 1.0:  # and not only larger: a last layer may begin with zeros
+            each[0] = each[0] * factor + torch.arange(each[0].numel(), device=each.device).cos().view_as(each[0])
+    for each in tensors_of(wanted):
+        if each.dtype in (torch.int64, torch.int32):
+            _ignore_half(each[0], _IGNORED)
+        elif each.dtype is torch.bool:
+            _ignore_half(each[0], False)
+    return outputs, wanted
+
+
+def _find_ignored(tensor: torch.Tensor) -> torch.Tensor:
+    return ~tensor if tensor.dtype is torch.bool else tensor == _IGNORED
+
+
+def _ignore_half(row: torch.Tensor, value: Any) -> None:
+    """Let the first half of what counts in a row count no more, and all of it if that is one."""
+    flat = row.view(-1)
+    counting = (~_find_ignored(flat)).nonzero().flatten()
+    flat[counting[: (len(counting) + 1) // 2]] = value
