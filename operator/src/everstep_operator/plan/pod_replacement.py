@@ -69,7 +69,10 @@ def _deletable_at(s: PlanContext, pod: PodView) -> float:
         # Before a generation has run nothing is charged, so nothing but time bounds a pod that fails at every start.
         at = max(at, pod.created + REFUSED_RETRY_SECONDS)
     if is_out_of_memory(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNNING_PHASES:
-        at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE_SECONDS) if not _is_in_history(s, pod) else at
+        until = (pod.ended.finished_at or 0.0) + EVIDENCE_SECONDS
+        # One that is to end in a while is of a node whose clock is ahead: nobody would wait for hours.
+        if until <= s.now + 2 * EVIDENCE_SECONDS and not _is_in_history(s, pod):
+            at = max(at, until)
     return at
 
 
