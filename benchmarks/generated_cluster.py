@@ -159,7 +159,7 @@ class GeneratedCluster:
         """Answer one request of the operator."""
         self.requests += 1
         parts = request.path.strip("/").split("/")
-        if len(parts) <= 3 and parts[-1] not in ("pods", "nodes"):
+        if len(parts) <= (2 if parts[0] == "api" else 3):
             return web.json_response(_describe_api(request.path))
         rest = parts[2:] if parts[0] == "api" else parts[3:]
         namespace = ""
