@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.agent.node.termination_message import encode_termination_message
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.observation import TerminationMessage, parse_pod, parse_termination_message
-from everstep_operator.plan.pod_replacement import explain_loss, was_told_to_stop
+from everstep_operator.plan.pod_replacement import explain_loss, has_succeeded, was_told_to_stop
 from tests.builders import CREATED
 
 AT = "2026-01-01T12:00:10Z"
@@ -80,6 +80,34 @@ def test_a_pod_that_its_kubelet_ends_keeps_the_reason_beside_its_exit_code(code:
     assert explain_loss(replace(pod, on_spot=True)) is Reason.SPOT_INTERRUPTION, "the only notice that GKE gives"
 
 
+@pytest.mark.parametrize(
+    ("message", "why", "reason"),
+    [
+        ("Pod was terminated in response to imminent node shutdown.", "Terminated", Reason.SPOT_INTERRUPTION),
+        ("The node was low on resource: memory. ", "Evicted", Reason.EVICTED),
+    ],
+)
+def test_a_pod_that_its_kubelet_ends_and_calls_succeeded_was_told_to_stop(
+    message: str, why: str, reason: Reason
+) -> None:
+    """Kubelets since 1.27 give such a pod no reason, but for the condition."""
+    over = {"terminated": {"exitCode": 0, "reason": "Completed", "startedAt": AT, "finishedAt": AT}}
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": message}
+    pod = parse_pod(raw(state=over, phase="Succeeded", conditions=[target]))
+    assert pod.ended_by == why
+    assert was_told_to_stop(pod)
+    assert not has_succeeded(pod)
+    assert explain_loss(pod) is Reason.EVICTED
+    assert explain_loss(replace(pod, on_spot=True)) is reason
+
+
+def test_a_pod_that_is_about_to_be_evicted_by_others_may_succeed_before() -> None:
+    """They set the condition before they delete the pod: nobody has told its program yet."""
+    over = {"terminated": {"exitCode": 0, "reason": "Completed", "startedAt": AT, "finishedAt": AT}}
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    assert has_succeeded(parse_pod(raw(state=over, phase="Succeeded", conditions=[target])))
+
+
 def test_an_evicted_pod_has_ended_without_an_exit_code() -> None:
     pod = parse_pod(raw(phase="Failed", reason="Evicted", message="low on memory", containerStatuses=[]))
     assert pod.ended is not None
@@ -118,7 +146,7 @@ def test_a_disruption_is_seen_before_the_pod_is_gone() -> None:
 def test_deleting_counts_from_the_request_not_from_the_end_of_the_grace() -> None:
     pod = raw()
     pod["metadata"] |= {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 10}
-    assert parse_pod(pod).deleting_since == SECONDS - 10
+    assert (parse_pod(pod).deleting_since, parse_pod(pod).deletion_grace) == (SECONDS - 10, 10)
 
 
 def test_waiting_and_unschedulable_say_why() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from everstep_operator.api.status import ConditionType
-from everstep_operator.plan.observation import ContainerEnd, TerminationMessage
+from everstep_operator.plan.observation import ContainerEnd, TerminationMessage, parse_pod
 from everstep_operator.plan.pod_manifest import build_pod
 from tests.builders import job
 from tests.plan.world import World
@@ -234,6 +234,36 @@ def test_a_program_that_exits_with_0_because_its_machine_shuts_down_has_not_succ
     assert world.phase == "Restarting"
     assert world.status.last_failure is not None
     assert (world.status.last_failure.reason, world.status.restarts.infrastructure) == (reason, 1)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_program_that_exits_with_0_because_its_kubelet_stops_it_has_not_succeeded(nodes: int) -> None:
+    """Kubelets call such a pod Succeeded: a condition alone tells that it was evicted."""
+    world = World(job().nodes(nodes).plain().build()).run("Running")
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+    told = parse_pod({"status": {"phase": "Succeeded", "conditions": [target]}})
+    for index in range(nodes):
+        world.exit(index, 0)
+        world.pods[f"digits-{index}"] = dataclasses.replace(
+            world.pods[f"digits-{index}"], phase=told.phase, disruption=told.disruption, ended_by=told.ended_by
+        )
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert world.status.restarts.infrastructure == world.status.restarts.total == 1
+    world.run("Running")
+
+
+def test_a_program_that_is_told_to_stop_on_a_node_whose_clock_is_behind_has_not_succeeded() -> None:
+    world = World(job().plain().build()).run("Running")
+    pod = world.pods["digits-0"]
+    world.pods["digits-0"] = dataclasses.replace(pod, deleting_since=world.now, deletion_grace=120)
+    world.now -= 20  # as the node has it
+    world.exit(0, 0)
+    world.now += 25
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
+    world.run("Running")
 
 
 @pytest.mark.parametrize(("code", "reason"), [(255, "Unknown"), (137, "ContainerStatusUnknown")])

@@ -211,3 +211,17 @@ def test_a_pod_of_a_former_job_that_a_finalizer_keeps_is_named_with_it() -> None
     world.reconcile()
     said = world.status.conditions[0].message
     assert said == "pod digits-1 has ended and cannot be replaced before its finalizers are gone: example.com/hold"
+
+
+def test_a_pod_of_a_node_whose_clock_is_ahead_is_replaced_at_once() -> None:
+    """Another rank's failure is on record: that the leader tells of the pod's end too is not waited for as long."""
+    world = World(job().nodes(2).build()).run("Running")
+    world.fail_rank(1)
+    world.kill(1, reason="OOMKilled")
+    pod = world.pods["digits-1"]
+    assert pod.ended is not None
+    ended = dataclasses.replace(pod.ended, finished_at=world.now + 3600)
+    world.pods["digits-1"] = dataclasses.replace(pod, ended=ended)
+    world.run("Restarting")
+    world.run("Running", limit=60)
+    assert world.pods["digits-1"].uid != pod.uid

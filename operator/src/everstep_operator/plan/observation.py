@@ -20,6 +20,7 @@ from everstep_operator.api.pool import TrainingPool
 from everstep_operator.plan.actions import Action
 from everstep_operator.plan.affinity import list_excluded_nodes
 from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.kubelet_ends import find_kubelet_end
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.leader_view import (
     MAX_TIME,
@@ -95,6 +96,7 @@ class PodView:
     ended: ContainerEnd | None = None
     ended_by: str = ""  # why the kubelet ended all of it: Evicted, Terminated (with its machine) …
     deleting_since: float | None = None
+    deletion_grace: int = 0  # seconds; 0 also where the API server knew that all of it had ended
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
     disruption: str | None = None  # reason of a true DisruptionTarget condition
@@ -292,8 +294,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         # Of a container that its runtime could not start, kubelets tell a start in 1970.
         started_at=parse_timestamp(current.get("startedAt")) or None,
         ended=_parse_container_end(over) if over else _parse_pod_end(status),
-        ended_by=clip_text(status.get("reason"), 128) if status.get("phase") == "Failed" else "",
+        ended_by=clip_text(find_kubelet_end(status), 128),
         deleting_since=_deleting_since(meta),
+        deletion_grace=_as_integer(meta.get("deletionGracePeriodSeconds"), 0),
         waiting_reason=clip_text(waiting.get("reason"), 128),
         waiting_message=clip_text(waiting.get("message")),
         disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,

@@ -26,6 +26,8 @@ EVIDENCE_SECONDS = 5.0
 DEATH_KNOWN_SECONDS = 60.0
 # How often it is asked whether a node is back that pods without a node were kept from.
 BACK_SECONDS = 10.0
+# A node's clock may be so far behind the API server's that a program seems to have ended before it was told to.
+NODE_CLOCK_ERROR_SECONDS = 60.0
 CHOOSY_SECONDS = 120.0  # of waiting for other nodes than those on which jobs have failed
 _WAITING_PHASES = frozenset({Phase.PENDING, Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING})
 
@@ -67,7 +69,10 @@ def _deletable_at(s: PlanContext, pod: PodView) -> float:
         # Before a generation has run nothing is charged, so nothing but time bounds a pod that fails at every start.
         at = max(at, pod.created + REFUSED_RETRY_SECONDS)
     if is_out_of_memory(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNNING_PHASES:
-        at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE_SECONDS) if not _is_in_history(s, pod) else at
+        until = (pod.ended.finished_at or 0.0) + EVIDENCE_SECONDS
+        # One that is to end in a while is of a node whose clock is ahead: nobody would wait for hours.
+        if until <= s.now + 2 * EVIDENCE_SECONDS and not _is_in_history(s, pod):
+            at = max(at, until)
     return at
 
 
@@ -131,8 +136,11 @@ def was_told_to_stop(pod: PodView) -> bool:
         return False
     if pod.ended_by or pod.ended.reason in _KUBELET_ENDS:
         return True
-    at = pod.ended.finished_at
-    return pod.deleting_since is not None and (at is None or at >= pod.deleting_since)
+    if pod.deleting_since is None:
+        return False
+    # The API server gives no time to end to a pod that has ended, as far as it knows. The end's time is of the node.
+    error = NODE_CLOCK_ERROR_SECONDS if pod.deletion_grace > 0 else 0.0
+    return pod.ended.finished_at is None or pod.ended.finished_at >= pod.deleting_since - error
 
 
 def _find_end_reason(pod: PodView) -> str:
