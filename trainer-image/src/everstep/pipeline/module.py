@@ -110,7 +110,8 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 
     def watch_targets(self, loss: Any) -> None:
         """Show the targets of each batch to a loss that has to be looked at for some."""
-        self._counted = loss if isinstance(loss, CountedTargets) else None
+        # Where no loss is computed none is kept: it may refer to the whole model.
+        self._counted = loss if isinstance(loss, CountedTargets) and self.engine.reads.targets else None
 
     def evaluate(self, batch: Any = None, targets: Any = None) -> StepResult:
         """Forward only, in the mode that the modules are in (`eval`, `train`); without targets there is no loss."""
