@@ -59,6 +59,7 @@ def deaf() -> list[str]:
 @pytest.fixture
 def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Resync:
     monkeypatch.setattr("everstep_operator.cluster.resync.EVENT_DELAY_SECONDS", 0.2)
+    monkeypatch.setattr("everstep_operator.cluster.comparison.CONFIRM_SECONDS", 0.01)
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     frozen, agent = FrozenTemplates(server, (b"",)), AgentCode(b"code")
     budgets = DisruptionBudgets(server, enabled=False)
@@ -117,45 +118,29 @@ def pod() -> Any:
     return {"metadata": {**meta, "labels": labels, "resourceVersion": "1"}}
 
 
-async def test_a_list_that_leaves_objects_out_is_followed_by_another(
+async def test_what_one_list_leaves_out_is_not_taken_for_deleted(
     resync: Resync, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its job would be forgotten until the next period, with a deletion after each list for ever after."""
+    """Its job would be looked after no more until the next period."""
     server.there = {"trainingjobs": [job().manifest()], "pods": [pod()]}
     await resync.run_once()
-    running = asyncio.create_task(resync.run())
-    hidden, server.there = server.there, {}
-    versions = []
+    listed, left_out = server.list, set[str]()
 
-    async def list_and_show(*args: Any, **options: Any) -> AsyncIterator[ListPage]:
-        versions.append(server.version)
-        async for page in listed(*args, **options):
-            yield page
-        if len(versions) == 6:  # four kinds, agents, and the first kind again
-            server.there = hidden
+    async def list_nothing_once(resource: Any, *args: Any, **options: Any) -> AsyncIterator[ListPage]:
+        async for page in listed(resource, *args, **options):
+            yield page if resource.plural in left_out else ListPage([], page.version)
+        left_out.add(resource.plural)
 
-    listed = server.list
-    monkeypatch.setattr(server, "list", list_and_show)
-    resync.request_soon()
-    try:
-        async with asyncio.timeout(60):
-            while len(versions) < 6 or len(resync.cache.jobs) + len(resync.cache.pods) < 2:  # noqa: ASYNC110 - a cache
-                await asyncio.sleep(0.05)
-    finally:
-        running.cancel()
-
-
-async def test_deletions_that_each_list_tells_first_are_not_asked_for_without_end(resync: Resync) -> None:
+    monkeypatch.setattr(server, "list", list_nothing_once)
+    woken: list[Any] = []
+    resync.wake = woken.append
     await resync.run_once()
-    asked = []
-    for number in range(4):
-        gone = pod()
-        gone["metadata"]["uid"] = f"p{number}"
-        resync.cache.pods.put(gone)
-        resync._soon.clear()
-        await resync.run_once()
-        asked.append(resync._soon.is_set())
-    assert asked == [True, False, True, False]
+    assert left_out >= {"trainingjobs", "pods"}
+    assert (len(resync.cache.jobs), len(resync.cache.pods), woken) == (1, 1, [("default", "digits")])
+    monkeypatch.setattr(server, "list", listed)
+    server.there = {}
+    await resync.run_once()
+    assert (len(resync.cache.jobs), len(resync.cache.pods)) == (0, 0), "two lists are believed"
 
 
 async def test_a_watched_namespace_that_is_gone_stops_no_other(

@@ -72,7 +72,6 @@ class ObjectCache(Generic[T]):
         self._entries: dict[Key, CacheEntry[T]] = {}
         self._tombstones = Tombstones()
         self.newest = 0
-        self.missed_deletions = 0  # that only lists have told, since the start
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -183,9 +182,9 @@ class Listing(Generic[T]):
         except Exception:
             log.exception("an object that cannot be read", kind=self._store.kind, name="/".join(key))
 
-    def finish(self) -> int:
-        """Remove the objects whose deletion was never told, and return how many there were."""
-        missed = [
+    def find_missing(self) -> list[tuple[Key, str]]:
+        """Return the keys and UIDs of the objects whose deletion was never told, if the list tells the truth."""
+        return [
             (key, entry.uid)
             for key in self._store
             if key not in self._seen
@@ -194,9 +193,11 @@ class Listing(Generic[T]):
             and entry.version <= self._version
             and self._store.is_listed(entry.value)
         ]
-        count = sum(self._store.remove(key, uid, self._version + 1, by_list=True) for key, uid in missed)
-        self._store.missed_deletions += count
-        return count
+
+    def finish(self) -> int:
+        """Remove the objects that are missing, and return how many there were."""
+        missing = self.find_missing()
+        return sum(self._store.remove(key, uid, self._version + 1, by_list=True) for key, uid in missing)
 
 
 @dataclass

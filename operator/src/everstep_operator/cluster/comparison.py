@@ -1,4 +1,9 @@
-"""Compares the cache of one kind with a list: the repair of whatever a watch has not told."""
+"""Compares the cache of one kind with a list: the repair of whatever a watch has not told.
+
+A list may leave out objects that exist: an API server whose cache is not filled yet, or whose member of etcd has lost
+data, answers so. A job that was taken for deleted would be looked after no more, and its lost pods not be replaced. So
+what is missing on a list is asked for once more, a moment later.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import asyncio
 from typing import Any, NamedTuple
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.cache import ObjectCache
+from everstep_operator.cluster.cache import Listing, ObjectCache
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.pod_projection import decode_pod_list
 from everstep_operator.cluster.resources import PODS, ApiResource
@@ -15,6 +20,7 @@ from everstep_operator.plan.labels import LABEL_JOB
 # Any value of the one label that is ours alone: `app.kubernetes.io/managed-by` is what tools set as their own.
 POD_SELECTOR = LABEL_JOB
 MAX_TRIES = 3
+CONFIRM_SECONDS = 1.0  # until a list is asked for again on which known objects were missing
 
 
 class Comparison(NamedTuple):
@@ -51,6 +57,19 @@ async def compare_with_list(
 async def _compare_once(
     client: Client, resource: ApiResource, place: str | None, store: ObjectCache[Any]
 ) -> Comparison:
+    version, listing = await _take_list(client, resource, place, store)
+    missed = listing.missed
+    if listing.find_missing():
+        await asyncio.sleep(CONFIRM_SECONDS)
+        version, listing = await _take_list(client, resource, place, store)
+        missed += listing.missed
+    return Comparison(version, listing.finish(), missed)
+
+
+async def _take_list(
+    client: Client, resource: ApiResource, place: str | None, store: ObjectCache[Any]
+) -> tuple[int, Listing[Any]]:
+    """Store what is on a list, and return its version and what it has told."""
     known, listing, version = store.newest, None, 0
     options: dict[str, Any] = {"labels": POD_SELECTOR, "decode": decode_pod_list} if resource == PODS else {}
     async for page in client.list(resource, place, **options):
@@ -60,6 +79,5 @@ async def _compare_once(
         for item in page.items:
             listing.add(item)
         await asyncio.sleep(0)  # a page is some milliseconds: let others in between
-    if listing is None:
-        return Comparison(version)
-    return Comparison(version, listing.finish(), listing.missed)
+    assert listing is not None, "a list has a first page"
+    return version, listing

@@ -55,7 +55,6 @@ class Resync:
     listed: dict[tuple[ApiResource, str | None], int] = field(default_factory=dict)  # versions of the newest lists
     _events: Counter[ApiResource] = field(default_factory=Counter)
     _soon: asyncio.Event = field(default_factory=asyncio.Event)
-    _confirms: bool = False  # this turn is for what the last one took for deleted
     _logs: LogRateLimiter = field(default_factory=LogRateLimiter)
 
     def note_event(self, resource: ApiResource) -> None:
@@ -90,7 +89,7 @@ class Resync:
         """Compare everything once; `done_at` tells when the last comparison ended. `wished`: the watch has missed
         something, as far as is known, and is not deaf for that."""
         self.tried_at = time.monotonic()
-        before, first, deleted = self._events.copy(), self.done_at is None, self._count_missed_deletions()
+        before, first = self._events.copy(), self.done_at is None
         repaired: Counter[ApiResource] = Counter()
         forbidden: set[str] = set()
         for resource, store in (
@@ -112,20 +111,10 @@ class Resync:
         self.frozen.keep_only(active)
         await self._collect_agents()
         self.done_at = time.monotonic()
-        # A list may leave out what exists, and the next one is believed: see `Tombstones`. Not without end: where much
-        # is deleted, each list may be faster than an event.
-        self._confirms = not self._confirms and self._count_missed_deletions() > deleted
-        if self._confirms:
-            self._soon.set()
         _trim_heap()
         for key in list(self.cache.jobs):
             if self._active_uid(key) is not None:
                 self.wake(key)
-
-    def _count_missed_deletions(self) -> int:
-        return sum(
-            each.missed_deletions for each in (self.cache.jobs, self.cache.pods, self.cache.pools, self.cache.nodes)
-        )
 
     async def _restart_silent_streams(self, repaired: Counter[ApiResource], before: Counter[ApiResource]) -> None:
         """Restart the watch if a stream has missed something and is silent still: a list may be faster than an

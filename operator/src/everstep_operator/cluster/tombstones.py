@@ -17,8 +17,8 @@ class Tombstones:
     """UIDs of deleted objects, each with the resourceVersion at which it was gone; the oldest are dropped by age and by
     count.
 
-    That an object is on no list is weaker news than its DELETED: an API server whose cache is not filled yet, or whose
-    member of etcd has lost data, leaves objects out that exist. The next list that shows one is believed.
+    That an object is on no list is weaker news than its DELETED: lists may leave objects out (`comparison`). The next
+    one that shows it is believed.
 
     Args:
         clock: Monotonic seconds.
