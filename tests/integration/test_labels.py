@@ -79,6 +79,23 @@ async def test_an_operator_that_starts_finds_pods_without_their_label(
             assert uids(await still_world.pods("digits")) == uids(pods)
 
 
+async def test_a_pod_without_its_label_is_suspended_too(control_plane: ControlPlane, still_world: World) -> None:
+    """It would go on to hold its node and GPUs, and the job would say that it has no pods."""
+    async with Simulation(still_world, "digits") as simulation:
+        async with operator(control_plane.kubeconfig, still_world):
+            await still_world.submit("digits", numNodes=2)
+            await still_world.until_phase("digits", "Running")
+        await relabel(still_world, "digits-1", job=None)
+        await still_world.change("digits", suspend=True)
+        async with operator(control_plane.kubeconfig, still_world, resync_seconds=2.0):
+            await still_world.until_phase("digits", "Suspended", seconds=60)
+            assert await still_world.pods("digits") == []
+            await still_world.change("digits", suspend=False)
+            await still_world.until_phase("digits", "Running", seconds=60)
+            simulation.finish.set()
+            await still_world.until_phase("digits", "Succeeded", seconds=60)
+
+
 @pytest.mark.parametrize("labels", [{"index": None}, {"index": "7"}, {"template": "9"}, {"template": None}])
 async def test_pods_with_other_labels_go_on_as_before(
     control_plane: ControlPlane, still_world: World, labels: dict[str, str | None]

@@ -7,6 +7,7 @@ same plan comes out of what is then observed, and each action finds done what is
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from everstep_operator import metrics
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import TrainingJobStatus
+from everstep_operator.api.status import Phase, TrainingJobStatus
 from everstep_operator.cluster import errors, events
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject
 from everstep_operator.cluster.api_answer import ApiObject
@@ -167,9 +168,14 @@ class Reconciler:
 
     async def _find_obstacle(self, key: Key, job: TrainingJob, made: JobPlan) -> _Obstacle | None:
         """Look whether the plan replaces a pod that is there, though no list shows it, or whose name is taken. To raise
-        the epoch for it, or to count a loss, could not be taken back."""
+        the epoch for it, or to count a loss, could not be taken back. Nor does a job whose pods go on hold no node."""
         if not job.status.epoch:
             return None
+        phase = made.status.phase if made.status is not None else None
+        if phase is Phase.SUSPENDED and job.status.phase is not phase:
+            with contextlib.suppress(errors.NotOurs, StaleObject):  # a stranger's pod holds no node of this job
+                found = await self.unlisted.find(_make_job_ref(key, job, True), range(job.spec.num_nodes))
+                return _Obstacle() if found else None
         for action in made.actions:
             if isinstance(action, CreatePods):
                 # Before it runs, a job loses nothing by another attempt but an epoch.
