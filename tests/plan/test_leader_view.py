@@ -79,13 +79,21 @@ def test_what_is_new_happened_since_the_last_answer_though_the_nodes_clock_is_be
 
 
 def test_a_generation_runs_since_the_operator_was_told_whatever_the_nodes_clock_says() -> None:
-    first = parse_leader_state(STATE, answered_at=5.0)
+    starting = parse_leader_state({**STATE, "phase": "starting"}, answered_at=4.0)
+    first = parse_leader_state(STATE, answered_at=5.0, before=starting)
     assert first.running_since == 5.0
     assert parse_leader_state(STATE, answered_at=50.0, before=first).running_since == 5.0
     assert parse_leader_state({**STATE, "generation": 4}, answered_at=50.0, before=first).running_since == 50.0
     assert parse_leader_state({**STATE, "incarnation": "a0"}, answered_at=50.0, before=first).running_since == 50.0
     stopping = parse_leader_state({**STATE, "phase": "stopping"}, answered_at=50.0, before=first)
     assert stopping.running_since is None
+
+
+def test_since_when_a_generation_runs_is_not_known_to_an_operator_that_finds_it_running() -> None:
+    first = parse_leader_state(STATE, answered_at=5.0)
+    second = parse_leader_state(STATE, answered_at=6.0, before=first)
+    assert (first.running_since, second.running_since) == (None, None)
+    assert parse_leader_state({**STATE, "generation": 4}, answered_at=7.0, before=second).running_since == 7.0
 
 
 def test_what_is_too_much_is_cut() -> None:

@@ -70,8 +70,9 @@ class World:
         self.pods: dict[str, PodView] = {}
         self.config_maps: dict[str, object] = {}
         self.leader: SimulatedLeader | None = None
-        self.leader_reachable = True
+        self.leader_reachable, self.deleted_job = True, False
         self.answered_at: float | None = None
+        self.operator_since = float("-inf")
         self.asked: tuple[str, float] | None = None  # the pod 0 that the operator polls, and since when
         self.gangs: tuple[GangView, ...] = ()
         self.pools: dict[str, object] = {}
@@ -83,7 +84,6 @@ class World:
         self.statuses: list[TrainingJobStatus] = []
         self.broken = 0  # generations that ended early
         self.requests, self.checkpoint, self.asked_for_room, self._uids = 0, 0, 0, 0
-        self.deleted_job = False
         self.last: JobPlan | None = None
         self.written_at: float | None = None
         self.refuse: Callable[[Action], Rejection | None] = lambda _: None
@@ -133,6 +133,7 @@ class World:
             return unheard
         present = {p.uid: p.index for p in self.pods.values() if p.running and p.uid not in self.mute}
         missing = tuple(sorted(set(range(self.job.spec.num_nodes)) - set(present.values())))
+        began = leader.started_at if (leader.started_at or 0.0) > self.operator_since else None  # as it is known
         return LeaderView(
             reachable=reachable,
             asked_since=since,
@@ -143,7 +144,7 @@ class World:
             missing=missing,
             unclean=self.unclean,
             sick_gpus=self.sick_gpus,
-            running_since=leader.started_at if leader.phase == "running" else None,
+            running_since=began if leader.phase == "running" else None,
             progress=LeaderProgress(leader.step, 1000, 1.0) if leader.generation else None,
             checkpoint=self.reported,
             checkpoint_request=RequestedCheckpoint(leader.request, leader.saved_step) if leader.request else None,
@@ -277,6 +278,7 @@ class World:
     def restart_operator(self) -> None:
         """Another process of it has no answer of the leader, and gets none before it has asked."""
         self.leader_reachable, self.answered_at, self.asked = False, None, None
+        self.operator_since = self.now
 
     def bury(self) -> None:
         """Pods that were told to go are gone, where there is a kubelet to say so."""

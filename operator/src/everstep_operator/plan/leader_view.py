@@ -128,7 +128,9 @@ class LeaderView:
     quiet: tuple[int, ...] = ()  # agents that have missed some heartbeats; most will be heard again
     unclean: tuple[UncleanPod, ...] = ()
     sick_gpus: tuple[SickGpu, ...] = ()
-    running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
+    # When the operator was first told that this generation runs, by its own clock. None too if it ran already when this
+    # process first asked: that may be years ago, or it has just broken and the leader does not know yet.
+    running_since: float | None = None
     progress: LeaderProgress | None = None
     checkpoint: ReportedCheckpoint | None = None
     checkpoint_request: RequestedCheckpoint | None = None
@@ -149,6 +151,7 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
     data = _as_mapping(raw)
     incarnation = _as_text(data.get("incarnation"), 64)
     asked_since = before.asked_since if before is not None else answered_at
+    is_first = before is None
     if before is not None and before.incarnation != incarnation:
         before = None
     ended = {entry.id: entry.ended_at for entry in (before.history if before is not None else ())}
@@ -156,9 +159,9 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
     phase = _as_text(data.get("phase"), 32)
     generation = parse_ordinal(data.get("generation"))
     running_since = None
-    if phase == "running":
-        known = before.running_since if before is not None and before.generation == generation else None
-        running_since = answered_at if known is None else known
+    if phase == "running" and not is_first:
+        goes_on = before is not None and (before.phase, before.generation) == ("running", generation)
+        running_since = before.running_since if before is not None and goes_on else answered_at
     return LeaderView(
         reachable=True,
         asked_since=asked_since,

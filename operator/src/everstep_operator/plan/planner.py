@@ -300,6 +300,9 @@ def _are_ranks_running(s: PlanContext) -> bool:
     since = s.since({Phase.RESTARTING})
     if leader.generation > s.status.generation or (leader.running_since or 0.0) >= since:
         return True
+    # To an operator that has just started all answers are new: what it was told of the break, it finds in the status.
+    if leader.running_since is None and restart_budget.is_restart_charged(s, s.status.restarts):
+        return True
     # Nor has it broken where its pods only seemed lost, and are still the same: a Node that was removed and came back.
     replaced = any(restart_budget.is_replacement(s, pod) for pod in s.live)
     return not replaced and (leader.answered_at or 0.0) > since

@@ -294,10 +294,15 @@ def _find_noted_loss(s: PlanContext, restarts: Restarts) -> Reason | None:
     Survivors may take longer to stop than a lost pod to be gone: then the transition alone tells why it was lost.
     """
     since = s.since({Phase.RESTARTING})
-    if s.phase is not Phase.RESTARTING or (restarts.last is not None and restarts.last.time.timestamp() >= since):
+    if s.phase is not Phase.RESTARTING or is_restart_charged(s, restarts):
         return None
     noted = (parse_reason(t.reason) for t in s.status.transitions if t.start.timestamp() >= since)
     return next((reason for reason in noted if reason in pod_replacement.LOSS_REASONS), None)
+
+
+def is_restart_charged(s: PlanContext, restarts: Restarts) -> bool:
+    """Return whether the generation that broke when this restart began has been charged."""
+    return restarts.last is not None and restarts.last.time.timestamp() >= s.since({Phase.RESTARTING})
 
 
 def is_replacement(s: PlanContext, pod: PodView) -> bool:
