@@ -8,7 +8,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.plan.leader_view import ANSWER_AGE_SECONDS, SickGpu, parse_generation_id, parse_leader_state
+from everstep_operator.plan.leader_view import (
+    ANSWER_AGE_SECONDS,
+    LeaderView,
+    SickGpu,
+    parse_generation_id,
+    parse_leader_state,
+)
 from everstep_operator.plan.observation import parse_pod, parse_termination_message
 from tests.builders import job
 from tests.plan.world import World
@@ -93,6 +99,8 @@ def test_since_when_a_generation_runs_is_not_known_to_an_operator_that_finds_it_
     first = parse_leader_state(STATE, answered_at=5.0)
     second = parse_leader_state(STATE, answered_at=6.0, before=first)
     assert (first.running_since, second.running_since) == (None, None)
+    asked = LeaderView(reachable=False, asked_since=4.0)
+    assert parse_leader_state(STATE, answered_at=5.0, before=asked).running_since is None, "nor was there an answer yet"
     assert parse_leader_state({**STATE, "generation": 4}, answered_at=7.0, before=second).running_since == 7.0
 
 

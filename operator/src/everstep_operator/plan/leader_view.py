@@ -151,7 +151,7 @@ def parse_leader_state(raw: Any, *, answered_at: float, before: LeaderView | Non
     data = _as_mapping(raw)
     incarnation = _as_text(data.get("incarnation"), 64)
     asked_since = before.asked_since if before is not None else answered_at
-    is_first = before is None
+    is_first = before is None or before.answered_at is None
     if before is not None and before.incarnation != incarnation:
         before = None
     ended = {entry.id: entry.ended_at for entry in (before.history if before is not None else ())}

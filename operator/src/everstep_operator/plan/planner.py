@@ -300,8 +300,11 @@ def _are_ranks_running(s: PlanContext) -> bool:
     since = s.since({Phase.RESTARTING})
     if leader.generation > s.status.generation or (leader.running_since or 0.0) >= since:
         return True
-    # To an operator that has just started all answers are new: what it was told of the break, it finds in the status.
-    if leader.running_since is None and restart_budget.is_restart_charged(s, s.status.restarts):
+    # To an operator that has just started all answers are new: what it was told of the break, it finds in the status. A
+    # leader that is silent about one for as long as it may take to notice it has none.
+    charged = restart_budget.is_restart_charged(s, s.status.restarts)
+    is_sure = (leader.answered_at or 0.0) >= since + restart_budget.SILENT_FATE_WAIT_SECONDS
+    if leader.running_since is None and (charged or is_sure):
         return True
     # Nor has it broken where its pods only seemed lost, and are still the same: a Node that was removed and came back.
     replaced = any(restart_budget.is_replacement(s, pod) for pod in s.live)
