@@ -155,7 +155,19 @@ class Cluster:
         return text.decode(errors="replace"), True
 
     def all_logs(self, namespace: str, job: str) -> str:
-        return "\n".join(self.logs(namespace, pod["metadata"]["name"]) for pod in self.reported(namespace, job))
+        """Return what the job's pods have written so far; all that they wrote once the job is finished.
+
+        The agents tell of the end sooner than the container runtimes have passed on the last lines.
+        """
+        found = self.job(namespace, job)
+        pods = self.reported(namespace, job)
+        if found is not None and phase(found) in FINISHED:
+            wait(lambda: self._have_ended(namespace, job), 60, f"the pods of {job} in {namespace} end")
+        return "\n".join(self.logs(namespace, pod["metadata"]["name"]) for pod in pods)
+
+    def _have_ended(self, namespace: str, job: str) -> bool:
+        pods = [pod for pod in self.pods(namespace, job) if "deletionTimestamp" not in pod["metadata"]]
+        return all(pod["status"].get("phase") in FINISHED for pod in pods)
 
     def exec(self, namespace: str, pod: str, *command: str, check: bool = True) -> str:
         return self.kubectl("exec", "-n", namespace, pod, "--", *command, check=check)

@@ -60,7 +60,7 @@ def test_what_a_program_writes_is_published_and_its_replacement_begins_with_it(
     cluster.kubectl("delete", "pod", "-n", namespace, "files-0", "--grace-period=1", "--wait=false")
     ended = cluster.wait_phase(namespace, "files", "Succeeded", timeout=180)
     assert ended["status"]["restarts"]["infrastructure"] == 1
-    (begun,) = re.findall(r"begins at (\d+)", cluster.logs(namespace, "files-0"))
+    (begun,) = re.findall(r"begins at (\d+)", cluster.all_logs(namespace, "files"))
     assert int(begun) >= 10, "the replacement has the files of the pod that is gone"
 
     def newest(scratch: Path = tmp_path / "newest") -> bool:
