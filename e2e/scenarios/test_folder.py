@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Cluster, python, training_job, wait
+from e2e.harness import Cluster, WaitTimeoutError, python, training_job, wait
 from e2e.stores import PodStore, pod_store
 from everstep.checkpoint.publish.folder import restore_folder
 from everstep.checkpoint.store.posix import PosixStore
@@ -67,4 +67,8 @@ def test_what_a_program_writes_is_published_and_its_replacement_begins_with_it(
         restore_folder(PosixStore(store.folder / "files"), scratch, replace=True)
         return (scratch / "step-40" / "weights.bin").exists()
 
-    wait(newest, 60, "what the program wrote last is published after its end")
+    try:
+        wait(newest, 60, "what the program wrote last is published after its end")
+    except WaitTimeoutError as error:
+        told = cluster.kubectl("logs", "-n", namespace, "files-0", "-c", "everstep-publish", check=False)
+        raise WaitTimeoutError(f"{error}\n{told}\n{cluster.explain(namespace, 'files')}") from None

@@ -270,6 +270,35 @@ def test_at_the_end_what_is_still_waiting_is_published(store: Store, watched: Pa
     assert steps(store) == [0]
 
 
+class BusyMachine(Clock):
+    """The time of a machine on which every look takes ten seconds."""
+
+    def __call__(self) -> float:
+        self.now += 10
+        return self.now
+
+
+def test_at_the_end_of_a_busy_machine_what_is_still_waiting_is_published(store: Store, watched: Path) -> None:
+    publisher = Publisher(store, watched, quiet=5, clock=BusyMachine())
+    (watched / "model").write_text("last")
+    stop = threading.Event()
+    stop.set()
+    publisher.run(stop, every=0.01)
+    assert steps(store) == [0]
+
+
+def test_what_is_not_complete_at_the_end_is_told(store: Store, watched: Path) -> None:
+    told: list[CheckpointEvent] = []
+    publisher = Publisher(store, watched, marker="DONE", quiet=0.01, tell=told.append)
+    (watched / "model").write_text("no marker comes")
+    stop = threading.Event()
+    stop.set()
+    publisher.run(stop, every=0.01)
+    assert steps(store) == []
+    assert [event.name for event in told] == ["skipped"]
+    assert str(watched) in told[0].why
+
+
 class Unavailable(PosixStore):
     """A store in which nothing is committed before it has been asked so often."""
 

@@ -54,8 +54,8 @@ class Publisher:
     removed once a new one is verified; None: never. `end_outage`: seconds for which a store that is unavailable at the
     end is waited for.
     Events: `saved`; `failed`, with a key where it is not tried again; `skipped`: it lay there when this began, and is
-    too old; `untidy`: it is published, but could not be
-    verified, or older ones not be removed.
+    too old, or is not complete when this ends; `untidy`: it is published, but could not be verified, or older ones not
+    be removed.
     """
 
     store: Store
@@ -108,12 +108,17 @@ class Publisher:
         """Look `every` so many seconds until `stop` is set; then publish what is complete or becomes so in time."""
         while not stop.wait(every):
             self.poll()
-        last = self.clock() + self.quiet + every
         self.poll()
-        # What is in a pod's own folder, as the end of a training, is nowhere else.
-        while self._waiting and self.clock() < last + (self.end_outage if self._unavailable else 0.0):
+        # What is in a pod's own folder, as the end of a training, is nowhere else. On a busy machine a look may take
+        # longer than the folder has to be quiet: there is one more after that time, whenever it comes.
+        looked, is_last = self.clock(), False
+        while self._waiting and not is_last:
+            is_last = self.clock() >= looked + self.quiet + every + (self.end_outage if self._unavailable else 0.0)
             time.sleep(every if self._unavailable else min(every, self.quiet))
             self.poll()
+        if self._waiting:
+            why = f"{self.watched} holds what is not published, and nobody waits for it any more"
+            self.tell(CheckpointEvent("skipped", why=why))
 
     def poll(self) -> list[Manifest]:
         """Look once; what was published. Errors that may pass are told, and met again at the next look."""
