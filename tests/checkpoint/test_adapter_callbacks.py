@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ if importlib.util.find_spec("lightning") is None or importlib.util.find_spec("tr
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
 from everstep.checkpoint.catalog.candidates import list_candidates  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.events import CheckpointEvent  # noqa: E402
 from everstep.checkpoint.save.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -143,7 +147,74 @@ def test_a_training_that_begins_after_one_that_failed_saves_its_own_steps(tmp_pa
     assert len(keys) == 2
 
 
+def train_a_trial(rank: int, store: Path, output: Path) -> None:
+    """A training, and trials that save as those of hyperparameter_search() do, whose libraries are not installed here:
+    in a folder of their own, with what the Trainer notes of a trial."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    from everstep.checkpoint.adapters.huggingface import EverstepCallback
+
+    class TrialTrainer(Trainer):  # type: ignore[misc]  # transformers is not where types are checked
+        run = ""
+
+        def _get_output_dir(self, trial: object) -> str:
+            return str(output / self.run)
+
+    class NotesTrial(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            state.is_hyper_param_search = bool(trainer.run)
+
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8))]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    arguments = TrainingArguments(
+        str(output), max_steps=4, save_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+        disable_tqdm=True,
+    )  # fmt: skip
+    callbacks = [EverstepCallback(store, output), NotesTrial()]
+    trainer = TrialTrainer(model, arguments, train_dataset=data, callbacks=callbacks)
+    trainer.train()
+    trainer.run = "run-0"
+    trainer.train()
+    shutil.rmtree(output / "checkpoint-4")
+    trainer.run = "run-1"
+    trainer.train()  # no folder of these names is in the place of those that are published
+    assert (output / "run-1" / "checkpoint-4").is_dir()
+
+    trainer.args.output_dir = str(output / "other")
+    with pytest.raises(CheckpointError, match="give both the same folder"):
+        trainer.train()
+
+
+def test_trials_of_a_search_are_not_published_and_publish_nothing_else_in_their_place(tmp_path: Path) -> None:
+    ranks.run(1, train_a_trial, tmp_path / "store", tmp_path / "out")
+    keys = list_candidates(PosixStore(tmp_path / "store"))
+    assert [key.step for key in keys] == [4, 2]
+    assert len({key.attempt for key in keys}) == 1
+
+
 # ---- Lightning
+
+
+def note_event(event: CheckpointEvent) -> None:
+    Path(os.environ["NOTED"]).write_text(str(event.key and event.key.step))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ckpt: pickle.loads(pickle.dumps(ckpt))])
+def test_a_plugin_that_lightning_copies_for_another_process_publishes_there(
+    copied: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from everstep.checkpoint.adapters.lightning import EverstepCheckpointIO
+
+    monkeypatch.setenv("NOTED", str(tmp_path / "noted"))
+    ckpt = EverstepCheckpointIO(tmp_path / "store", tmp_path / "out")
+    ckpt.on("saved", note_event)
+    ckpt.save_checkpoint({"global_step": 1, "state_dict": {}, "optimizer_states": []}, tmp_path / "out" / "1.ckpt")
+    other = copied(ckpt)
+    ckpt.teardown()
+    other.save_checkpoint({"global_step": 2, "state_dict": {}, "optimizer_states": []}, tmp_path / "out" / "2.ckpt")
+    other.teardown()
+    assert saved_steps(tmp_path / "store") == [2, 1]
+    assert (tmp_path / "noted").read_text() == "2"
 
 
 def train_lightning(

@@ -16,6 +16,7 @@ after this one; the end of train() waits for the last one.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -29,6 +30,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from everstep.checkpoint.adapters.published import Published
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback
+
+_log = logging.getLogger("everstep.checkpoint")
 
 _GENERATORS = "rng_state*.pth"
 _NAMED = re.compile(rf"(?:^|[/\\]){PREFIX_CHECKPOINT_DIR}-(\d+)[/\\]?$", re.ASCII)
@@ -51,6 +54,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     ) -> None:
         self._published = Published(store, keep_last=keep_last, finish_timeout=finish_timeout)
         self._folder = Path(output_dir)
+        self._told_of_trials = False
         self._loads_best = True  # until the Trainer says that it does not
         # A step and the best folder that it needs: saved, and not handed over before all callbacks have seen it.
         self._saved: tuple[int, tuple[Path, int] | None] | None = None
@@ -81,15 +85,15 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this when it is made. CheckpointError where it saves into another folder than this one."""
-        if Path(args.output_dir).resolve() != self._folder.resolve():
-            raise CheckpointError(
-                f"the Trainer saves into {args.output_dir}, and this callback publishes what is saved into "
-                f"{self._folder}: give both the same folder"
-            )
+        self._check_folder(args)
         self._loads_best = bool(args.load_best_model_at_end)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The Trainer calls this before it trains: it may write into folders of a training before, in place."""
+        """The Trainer calls this before it trains: it may write into folders of a training before, in place.
+
+        CheckpointError where it saves into another folder by now.
+        """
+        self._check_folder(args)
         self._hand_over()
         if state.is_world_process_zero:
             self._published.begin_training()
@@ -97,6 +101,13 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""
         self._hand_over()
+        # Only rank 0 is told of a trial. Its folders lie below `output_dir` in one of the trial's own, and no training
+        # goes on from them: what has their names in `output_dir` is of another training.
+        if self._published.hear_first(bool(getattr(state, "is_hyper_param_search", False))):
+            if state.is_world_process_zero and not self._told_of_trials:
+                _log.warning("what trials of hyperparameter_search() save is not published")
+            self._told_of_trials = True
+            return
         self._published.see(self._named(state.global_step), own=_GENERATORS)
         if state.is_world_process_zero:
             named = getattr(state, "best_model_checkpoint", None) if self._loads_best else None
@@ -127,6 +138,14 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         """The Trainer calls this on every rank at the end; waits for the last folder. SaveFailed."""
         self._hand_over()
         self._published.finish()
+
+    def _check_folder(self, args: Any) -> None:
+        """See that the Trainer saves into the folder that is published; a script may change its arguments."""
+        if Path(args.output_dir).resolve() != self._folder.resolve():
+            raise CheckpointError(
+                f"the Trainer saves into {args.output_dir}, and this callback publishes what is saved into "
+                f"{self._folder}: give both the same folder"
+            )
 
     def _hand_over(self) -> None:
         """Have the folder published that was saved last, if it was not handed over yet."""

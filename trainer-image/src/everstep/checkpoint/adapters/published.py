@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from everstep.checkpoint.adapters.background import BackgroundPublisher, HeldFolder, clear_leftovers
 from everstep.checkpoint.catalog.candidates import list_candidates, read_index, read_manifest
@@ -61,20 +62,35 @@ class Published:
         *,
         keep_last: int | None = None,
         finish_timeout: float = 600.0,
+        events: Events | None = None,
     ) -> None:
-        """`finish_timeout`: seconds that the end of training waits at most for what is still being stored."""
+        """`finish_timeout`: seconds that the end of training waits at most for what is still being stored. `events`:
+        with callbacks that are registered already."""
         asked = fill_arguments({"store": store, "keep_last": keep_last})
-        self.store: Store = open_store(asked["store"])
+        self._place: str | os.PathLike[str] = asked["store"]
+        self.store: Store = open_store(self._place)
         self._keep_last: int = check_argument("keep_last", asked["keep_last"])
         self._finish_timeout = finish_timeout
         self._training = _Training()
         self._group: RankGroup | None = None
-        self._events = Events()
+        self._events = Events() if events is None else events
         self._background = BackgroundPublisher(self._events.emit)
+
+    def __reduce__(self) -> Any:
+        """Return how a copy is made: of the same store, with the same callbacks, for a training of its own.
+
+        Frameworks copy what they are given for another process (Lightning's ddp_spawn), or for their own records
+        (LightningCLI). What is being stored here stays here.
+        """
+        return _make_published, (self._place, self._keep_last, self._finish_timeout, self._events)
 
     def on(self, event: str, callback: Callback) -> None:
         """Call back with each event of this name; `saved`, `failed` and `skipped` come from another thread."""
         self._events.on(event, callback)
+
+    def hear_first(self, said: bool) -> bool:
+        """Return what rank 0 says. All ranks call it."""
+        return self._all().broadcast(said)
 
     def see(self, path: Path, *, own: str) -> None:
         """Wait until rank 0 sees every file that the ranks have written to `path`, before it publishes them.
@@ -316,6 +332,10 @@ class Published:
                 raise
             return str(error)
         return None
+
+
+def _make_published(place: str | os.PathLike[str], keep_last: int, finish_timeout: float, events: Events) -> Published:
+    return Published(place, keep_last=keep_last, finish_timeout=finish_timeout, events=events)
 
 
 def _list_files(folder: Path) -> set[str]:
