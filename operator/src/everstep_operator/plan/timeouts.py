@@ -11,6 +11,7 @@ from collections.abc import Callable
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
 from everstep_operator.plan import pod_replacement
+from everstep_operator.plan.container_waits import describe_container_wait
 from everstep_operator.plan.gang import blocked_by
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
 
@@ -69,7 +70,7 @@ def _list_deadlines(s: PlanContext) -> list[tuple[Reason, float | None, Callable
         (
             Reason.STARTUP_TIMEOUT,
             _startup_deadline(s, startup),
-            lambda: f"not all ranks started in {startup:.0f} s{_describe_obstacle(s)}",
+            lambda: f"not all ranks started in {startup:.0f} s{_add_text(describe_container_wait(s.live))}",
         ),
         (
             Reason.PENDING_TIMEOUT,
@@ -124,14 +125,6 @@ def _is_backing_off(s: PlanContext) -> bool:
     return s.leader is not None and s.leader.phase == "backoff"
 
 
-def _describe_obstacle(s: PlanContext) -> str:
-    """Return what a pod that cannot start says: the image, a Secret, a volume."""
-    for pod in s.live:
-        if not pod.running and pod.waiting_reason not in ("", "ContainerCreating", "PodInitializing"):
-            return f": {pod.name}: {pod.waiting_reason} {pod.waiting_message}".rstrip()
-    return ""
-
-
 def _describe_unschedulable(s: PlanContext) -> str:
     """Return the message of the scheduler about a pod without a node, or why pods cannot be made.
 
@@ -143,4 +136,8 @@ def _describe_unschedulable(s: PlanContext) -> str:
         text = kept[1]
     if blocked_by(s.job) is not None and s.status.conditions:
         text = s.status.conditions[0].message
-    return f": {text}" if text and s.phase in FORMING_PHASES | {Phase.RESTARTING} else ""
+    return _add_text(text) if s.phase in FORMING_PHASES | {Phase.RESTARTING} else ""
+
+
+def _add_text(text: str) -> str:
+    return f": {text}" if text else ""

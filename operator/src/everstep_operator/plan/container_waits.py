@@ -1,0 +1,43 @@
+"""Why a container of a pod that has a node is not started: its image, a Secret, a ConfigMap, as its kubelet says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep_operator.plan.observation import PodView
+
+_USUAL = ("", "ContainerCreating", "PodInitializing")
+
+
+def find_container_wait(status: Mapping[str, Any], container: str) -> str:
+    """Return why a container waits, as the kubelet says; nothing while it only takes its time.
+
+    An init container that cannot start is what the others wait for.
+
+    Args:
+        status: The pod's, as the API server gives it.
+        container: Name of the container that counts beside the init containers.
+    """
+    first = [(f"init container {each.get('name')}: ", each) for each in status.get("initContainerStatuses") or ()]
+    own = [("", each) for each in status.get("containerStatuses") or () if each.get("name") == container]
+    for which, each in (*first, *own):
+        state: Mapping[str, Any] = each.get("state") or {}
+        waiting: Mapping[str, Any] = state.get("waiting") or {}
+        if (reason := str(waiting.get("reason") or "")) not in _USUAL:
+            return f"{which}{reason} {waiting.get('message') or ''}".rstrip()
+    return ""
+
+
+def describe_container_wait(pods: Sequence[PodView]) -> str:
+    """Return which pod of a set cannot start, why, and how many more; nothing if all only take their time.
+
+    Args:
+        pods: Those that are there, by index.
+    """
+    held = [pod for pod in pods if pod.held_up and not pod.running]
+    if not held:
+        return ""
+    more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
+    return f"{held[0].name}{more} cannot start: {held[0].held_up}"
