@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from everstep_operator.plan.observation import PodView
+from collections.abc import Mapping
+from typing import Any
 
 _USUAL = ("", "ContainerCreating", "PodInitializing")
 
@@ -28,16 +25,3 @@ def find_container_wait(status: Mapping[str, Any], container: str) -> str:
         if (reason := str(waiting.get("reason") or "")) not in _USUAL:
             return f"{which}{reason} {waiting.get('message') or ''}".rstrip()
     return ""
-
-
-def describe_container_wait(pods: Sequence[PodView]) -> str:
-    """Return which pod of a set cannot start, why, and how many more; nothing if all only take their time.
-
-    Args:
-        pods: Those that are there, by index.
-    """
-    held = [pod for pod in pods if pod.held_up and not pod.running]
-    if not held:
-        return ""
-    more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
-    return f"{held[0].name}{more} cannot start: {held[0].held_up}"

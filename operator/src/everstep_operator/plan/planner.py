@@ -23,7 +23,6 @@ from everstep_operator.plan import (
 )
 from everstep_operator.plan.actions import CreatePods, DryRun, JobPlan, LeaderPoll, PushPeers, StopLeader
 from everstep_operator.plan.agent_config import find_termination_grace
-from everstep_operator.plan.container_waits import describe_container_wait
 from everstep_operator.plan.decision import Decision, parse_reason
 from everstep_operator.plan.observation import Observation, Rejection
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
@@ -270,7 +269,7 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
             stalled=s.open.reason in gang.STALLING_REASONS,
         )
     if s.all_bound or s.phase is Phase.STARTING:
-        if text := describe_container_wait(s.live):
+        if text := timeouts.describe_container_wait(s):
             return Decision(Phase.STARTING, Reason.CONTAINER_WAITING, text)
         return Decision(Phase.STARTING, Reason.SCHEDULED, "all pods have a node; ranks are being started")
     if s.open is not None and s.open.reason in gang.BLOCKED_REASONS:

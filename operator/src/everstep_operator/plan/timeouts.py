@@ -11,7 +11,6 @@ from collections.abc import Callable
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
 from everstep_operator.plan import pod_replacement
-from everstep_operator.plan.container_waits import describe_container_wait
 from everstep_operator.plan.gang import blocked_by
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
 
@@ -70,7 +69,7 @@ def _list_deadlines(s: PlanContext) -> list[tuple[Reason, float | None, Callable
         (
             Reason.STARTUP_TIMEOUT,
             _startup_deadline(s, startup),
-            lambda: f"not all ranks started in {startup:.0f} s{_add_text(describe_container_wait(s.live))}",
+            lambda: f"not all ranks started in {startup:.0f} s{_add_text(describe_container_wait(s))}",
         ),
         (
             Reason.PENDING_TIMEOUT,
@@ -123,6 +122,15 @@ def _leader_asked_until(s: PlanContext) -> float:
 def _is_backing_off(s: PlanContext) -> bool:
     """Return whether the leader waits on purpose before the next generation (restart.maxBackoff)."""
     return s.leader is not None and s.leader.phase == "backoff"
+
+
+def describe_container_wait(s: PlanContext) -> str:
+    """Return which pod cannot start, why, and how many more; nothing if all only take their time."""
+    held = [pod for pod in s.live if pod.held_up and not pod.running]
+    if not held:
+        return ""
+    more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
+    return f"{held[0].name}{more} cannot start: {held[0].held_up}"
 
 
 def _describe_unschedulable(s: PlanContext) -> str:
