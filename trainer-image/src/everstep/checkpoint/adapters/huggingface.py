@@ -101,8 +101,8 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""
         self._hand_over()
-        # Only rank 0 is told of a trial. Its folders lie below `output_dir` in one of the trial's own, and no training
-        # goes on from them: what has their names in `output_dir` is of another training.
+        # Rank 0 says it for all: others may not know of a trial. Its folders lie in one of the trial's own, and no
+        # training goes on from them: what has their names in `output_dir` is of another training.
         if self._published.hear_first(bool(getattr(state, "is_hyper_param_search", False))):
             if state.is_world_process_zero and not self._told_of_trials:
                 _log.warning("what trials of hyperparameter_search() save is not published")
