@@ -80,7 +80,8 @@ def build_pod(
     else:
         body["spec"]["containers"] = _replace_environment(pod, lambda env: _add_variables(env, index, epoch, leader))
     if extra := pod["spec"].get("initContainers"):
-        body["spec"]["initContainers"] = select_folder_containers(extra, index, epoch)
+        base = int(about.get("created") or 0)  # absent in a template of before jobs told it
+        body["spec"]["initContainers"] = select_folder_containers(extra, index, epoch, base)
     if avoid:
         body["spec"]["affinity"] = exclude_nodes(body["spec"].get("affinity") or {}, avoid)
     if shun:

@@ -27,6 +27,7 @@ class AgentConfig:
     namespace: str
     name: str
     job_uid: str
+    attempt_base: int  # in a checkpoint store, where attempts of a later job of the name are greater ones
     num_nodes: int
     num_proc_per_node: int
     command: tuple[str, ...]
@@ -168,6 +169,7 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         namespace=about.text("namespace"),
         name=about.text("name"),
         job_uid=about.text("uid"),
+        attempt_base=about.integer("created", default=0),
         num_nodes=nodes,
         num_proc_per_node=job.integer("numProcPerNode", 1),
         command=job.texts("command"),
@@ -241,8 +243,8 @@ class _Fields:
             raise AgentConfigError(f"{self._where}: {name} must be one of {', '.join(choices)}")
         return value
 
-    def integer(self, name: str, minimum: int = 0) -> int:
-        value = int(self._get(name, (int,), None))
+    def integer(self, name: str, minimum: int = 0, default: int | None = None) -> int:
+        value = int(self._get(name, (int,), default))
         if value < minimum:
             raise AgentConfigError(f"{self._where}: {name} must be at least {minimum}")
         return value

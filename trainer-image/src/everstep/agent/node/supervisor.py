@@ -19,6 +19,7 @@ from everstep.agent.launch.mpi_daemons import Daemons
 from everstep.agent.ranks import environment, failure_file, logs
 from everstep.agent.ranks.container_contract import (
     ContractFacts,
+    JobIdentity,
     build_contract_files,
     build_rank_variables,
     build_sm_environment,
@@ -376,7 +377,7 @@ class Supervisor:
             master_port=layout.master_port,
             epoch=layout.epoch,
             generation=layout.generation,
-            job=self._config.name,
+            job=JobIdentity(self._config.namespace, self._config.name, self._config.attempt_base),
             progress=str(self._fifo(place.local_rank)),
             checkpoint_request=str(self._place.checkpoint_request),
         )
