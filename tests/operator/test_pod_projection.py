@@ -39,6 +39,7 @@ POD: dict[str, Any] = {
             {"name": "sidecar", "image": "i"},
         ],
         "volumes": [
+            {"name": "everstep-agent", "configMap": {"name": "everstep-agent-0"}},
             {"name": "everstep-token", "secret": {"secretName": "digits-2-token"}},
             {"name": "everstep-job", "projected": {"sources": [{"configMap": {"name": "digits-2"}}]}},
             {"name": "data", "persistentVolumeClaim": {"claimName": "c"}},

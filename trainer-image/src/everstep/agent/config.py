@@ -117,8 +117,8 @@ class AgentPaths:
     def for_pod(cls, agent: Path) -> AgentPaths:
         return cls(
             agent=agent,
-            job=Path("/opt/everstep/job/job.json"),
-            token=Path("/opt/everstep/token/token"),
+            job=agent.parent / "job.json",  # in the same volume
+            token=agent.parent / "token",
             scratch=Path("/run/everstep"),
             shm=Path("/dev/shm"),  # noqa: S108 - the pod's own memory volume
             ml=Path("/opt/ml"),
