@@ -44,7 +44,7 @@ AGENT_COMMAND = ["python3", "-I", "-S", "-B", f"{agent_volume.FOLDER}/agent.pyz"
 DEFAULT_USER_ID = 1000
 # Where the checkpoint library keeps its slots. Not in /dev/shm, which the agent empties between two generations: ranks
 # that are started again in place restore from here, without the store.
-MEMORY_VARIABLE, CHECKPOINT_MEMORY = "EVERSTEP_CHECKPOINT_MEMORY", "/opt/everstep/memory"
+_CHECKPOINT_MEMORY = "/opt/everstep/memory"  # the agent names it to the ranks, in EVERSTEP_CHECKPOINT_MEMORY
 
 _FIELD_REF = "fieldPath"
 _REFERENCES = {
@@ -282,9 +282,7 @@ def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> 
         env += [{"name": n, "valueFrom": {"fieldRef": {_FIELD_REF: path}}} for n, path in _REFERENCES.items()]
         # No `readOnly`: whatever a pod says, kubelets mount volumes of this kind so.
         mounts.append(_build_mount(agent_volume.VOLUME, agent_volume.FOLDER))
-        mounts += [_build_mount("everstep-run", "/run/everstep"), _build_mount("everstep-memory", CHECKPOINT_MEMORY)]
-        if all(item.name != MEMORY_VARIABLE for item in spec.env):
-            env.append({"name": MEMORY_VARIABLE, "value": CHECKPOINT_MEMORY})
+        mounts += [_build_mount("everstep-run", "/run/everstep"), _build_mount("everstep-memory", _CHECKPOINT_MEMORY)]
     resources = spec.resources.manifest()
     if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
         container["resources"] = resources
