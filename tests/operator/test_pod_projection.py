@@ -35,7 +35,7 @@ POD: dict[str, Any] = {
         "nodeName": "n1", "hostname": "algo-2", "tolerations": [{"operator": "Exists"}],
         "affinity": {"nodeAffinity": REQUIRED, "podAntiAffinity": {}},
         "containers": [
-            {"name": "trainer", "image": "i", "env": [{"name": "EVERSTEP_EPOCH", "value": "2"}]},
+            {"name": "trainer", "image": "i", "command": ["run"], "env": [{"name": "EVERSTEP_EPOCH", "value": "2"}]},
             {"name": "sidecar", "image": "i"},
         ],
         "volumes": [

@@ -29,6 +29,7 @@ class ProjectedMetadata(msgspec.Struct, gc=False):
 
 class ProjectedContainer(msgspec.Struct, gc=False):
     name: Any = UNSET
+    command: Any = UNSET
     env: Any = UNSET
 
 

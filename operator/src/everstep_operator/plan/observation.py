@@ -39,7 +39,7 @@ from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.truncated_json import parse_whole_fields
 
 TRAINER_CONTAINER = "trainer"
-EPOCH_VARIABLE = "EVERSTEP_EPOCH"
+EPOCH_VARIABLE, EPOCH_OPTION = "EVERSTEP_EPOCH", "--epoch="
 INIT_FAILED = "InitContainerFailed"  # a ContainerEnd's reason: not the trainer's end, but of what was to prepare it
 
 MAX_MESSAGE = 1024
@@ -323,12 +323,15 @@ def _parse_template_epoch(spec: Mapping[str, Any], job: str, labels: Mapping[str
 
 
 def _parse_fixed_epoch(spec: Mapping[str, Any]) -> int:
-    """Return the epoch that an agent is told by a value; -1 where it is not (an older operator refers to the label), or
-    where there is no agent."""
+    """Return the epoch that an agent is told by its command, or by a value of its environment as with older templates;
+    -1 where it is not (still older ones refer to the label), or where there is no agent."""
     if not find_token_secret(spec):
         return -1
     containers = spec.get("containers") or ()
     trainer: Mapping[str, Any] = next((c for c in containers if c.get("name") == TRAINER_CONTAINER), {})
+    words = [str(word) for word in trainer.get("command") or ()]
+    if (word := next((word for word in words if word.startswith(EPOCH_OPTION)), None)) is not None:
+        return parse_ordinal(word[len(EPOCH_OPTION) :], -1)
     told: Mapping[str, Any] = next((e for e in trainer.get("env") or () if e.get("name") == EPOCH_VARIABLE), {})
     return parse_ordinal(told.get("value"), -1)
 
