@@ -13,7 +13,7 @@ from everstep_operator.plan import plain_mode
 from everstep_operator.plan.affinity import exclude_nodes, prefer_other_nodes
 from everstep_operator.plan.folder_publisher import select_folder_containers
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
+from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import EPOCH_OPTION, EPOCH_VARIABLE, TRAINER_CONTAINER
 
 LEADER_VARIABLE = "EVERSTEP_LEADER"
@@ -100,7 +100,7 @@ def build_shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict
         template: The epoch of the template.
     """
     given = (pod.get("metadata") or {}).get("labels") or {}
-    return {**given, **MANAGED_BY_LABEL, LABEL_JOB: job, LABEL_GROUP: "", LABEL_TEMPLATE: str(template)}
+    return {**given, **MANAGED_BY_LABEL, LABEL_JOB: job, LABEL_TEMPLATE: str(template)}
 
 
 def _tell_agent(trainer: Mapping[str, Any], index: int, epoch: int, leader: str) -> dict[str, Any]:
