@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from everstep.agent.config import AgentPaths
+from everstep.agent.config import AgentPaths, load_config
 from everstep_operator.plan.agent_volume import find_agent_config_map, find_token_secret
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.observation import parse_pod
@@ -69,7 +70,8 @@ def test_the_agent_reads_beside_its_code_what_the_volume_holds() -> None:
         for source in volume["projected"]["sources"]
         for item in next(iter(source.values())).get("items", [{"path": "agent.pyz"}])
     }
-    assert {str(paths.agent), str(paths.job), str(paths.token)} == {f"{mount['mountPath']}/{name}" for name in files}
+    read = (paths.agent, paths.job, paths.token, paths.pod_uid)
+    assert {str(path) for path in read} == {f"{mount['mountPath']}/{name}" for name in files}
     assert files["token"] == 0o440, "other users of the container do not read it"
 
 
@@ -77,3 +79,13 @@ def test_pods_without_an_agent_name_none() -> None:
     made = resolve_template(job().plain().build(), epoch=2, pool=None, plain=True, settings=PlanSettings())
     assert isinstance(made, FrozenTemplate)
     assert (find_agent_config_map(made.pod["spec"]), find_token_secret(made.pod["spec"])) == ("", "")
+
+
+def test_an_agent_knows_its_pod_by_the_volume_or_by_the_variable_of_an_older_template(tmp_path: Path) -> None:
+    made = resolve_template(job().build(), epoch=2, pool=None, plain=False, settings=PlanSettings())
+    assert isinstance(made, FrozenTemplate)
+    (tmp_path / "job.json").write_text(json.dumps(made.job))
+    paths, environ = AgentPaths.for_pod(tmp_path / "agent.pyz"), {"EVERSTEP_INDEX": "0", "EVERSTEP_EPOCH": "2"}
+    assert load_config(paths, {**environ, "EVERSTEP_POD_UID": "older"}).pod_uid == "older"
+    (tmp_path / "pod-uid").write_text("0a1b-2c3d")
+    assert load_config(paths, environ).pod_uid == "0a1b-2c3d"

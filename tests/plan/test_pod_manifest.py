@@ -182,3 +182,19 @@ def test_pods_do_not_hear_of_a_leader_that_leaves() -> None:
     world.vanish(1)
     world.pods["digits-0"] = dataclasses.replace(world.pods["digits-0"], deleting_since=world.now)
     assert all(leader == "" for _, leader in told(world))
+
+
+MAX_BODY_BYTES = 2750
+
+
+def test_a_pod_says_only_what_no_default_gives_and_says_it_once() -> None:
+    """What a pod holds is stored, encoded and sent at each change of each of thousands of pods."""
+    body = build_pod(frozen(job()), 0, 1)
+    (trainer,) = body["spec"]["containers"]
+    mounted = [mount["name"] for mount in trainer["volumeMounts"]]
+    assert sorted(mounted) == sorted(volume["name"] for volume in body["spec"]["volumes"]), "each volume for one mount"
+    assert not any(mount.keys() - {"name", "mountPath"} for mount in trainer["volumeMounts"])
+    assert [each["name"] for each in trainer["env"]] == ["EVERSTEP_POD_IP", "EVERSTEP_NODE_NAME"]
+    assert not trainer.keys() & {"imagePullPolicy", "terminationMessagePath", "terminationMessagePolicy", "resources"}
+    assert not body["spec"].keys() & {"dnsPolicy", "schedulerName", "serviceAccountName", "nodeSelector", "affinity"}
+    assert len(json.dumps(body, separators=(",", ":"))) <= MAX_BODY_BYTES

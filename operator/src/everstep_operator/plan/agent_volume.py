@@ -16,7 +16,7 @@ _OLD_JOB, _OLD_TOKEN = "everstep-job", "everstep-token"
 
 
 def build_agent_volume(*, agent: str, template: str, token: str) -> dict[str, Any]:
-    """Return the volume, with `agent.pyz`, `job.json` and `token` side by side.
+    """Return the volume, with `agent.pyz`, `job.json`, `token` and `pod-uid` side by side.
 
     Args:
         agent: Name of the ConfigMap with the agent's code.
@@ -27,6 +27,7 @@ def build_agent_volume(*, agent: str, template: str, token: str) -> dict[str, An
         {"configMap": {"name": template, "items": [{"key": "job.json", "path": "job.json"}]}},
         {"configMap": {"name": agent}},
         {"secret": {"name": token, "items": [{"key": "token", "path": "token", "mode": 0o440}]}},
+        {"downwardAPI": {"items": [{"path": "pod-uid", "fieldRef": {"fieldPath": "metadata.uid"}}]}},
     ]
     return {"name": VOLUME, "projected": {"sources": sources}}
 

@@ -48,7 +48,6 @@ _CHECKPOINT_MEMORY = "/opt/everstep/memory"  # the agent names it to the ranks, 
 
 _FIELD_REF = "fieldPath"
 _REFERENCES = {
-    "EVERSTEP_POD_UID": "metadata.uid",
     "EVERSTEP_POD_IP": "status.podIP",
     "EVERSTEP_NODE_NAME": "spec.nodeName",  # for the ranks: copies of a checkpoint lie on another machine
 }

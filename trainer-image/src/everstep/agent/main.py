@@ -135,7 +135,7 @@ def run_agent(options: AgentOptions) -> int:
     name_process(PROCESS_NAME)
     make_undumpable()  # before the token is in memory
     try:
-        config, token = load_config(paths.job, environ), read_token(paths.token)
+        config, token = load_config(paths, environ), read_token(paths.token)
         listens_on = "::" if ":" in config.pod_ip else "0.0.0.0"  # noqa: S104 - the pod's own
         paths.scratch.mkdir(parents=True, exist_ok=True)
         if options.base is not None:
