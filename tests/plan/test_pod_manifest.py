@@ -136,21 +136,6 @@ def test_a_replacement_is_told_where_the_leader_is_and_differs_in_nothing_else()
     assert "EVERSTEP_LEADER" not in told_agent(build_pod(made, 1, 5)), "the frozen template is not touched"
 
 
-def test_a_replacement_of_an_older_template_is_told_as_its_agent_reads_it() -> None:
-    """Its agent reads variables only, and the template refers to labels, which others may change."""
-    made = frozen(job().nodes(3))
-    old = json.loads(json.dumps(made.pod))
-    (trainer,) = old["spec"]["containers"]
-    for name in ("index", "epoch"):
-        label = {"fieldRef": {"fieldPath": f"metadata.labels['everstep.dev/{name}']"}}
-        trainer["env"].append({"name": f"EVERSTEP_{name.upper()}", "valueFrom": label})
-    body = build_pod(dataclasses.replace(made, pod=old), 2, 5, "10.1.0.4:8470")
-    assert body["spec"]["containers"][0]["command"][-1] == "run"
-    found = environment(body)
-    assert [found[f"EVERSTEP_{name}"] for name in ("INDEX", "EPOCH", "LEADER")] == ["2", "5", "10.1.0.4:8470"]
-    assert (parse_pod(body).epoch, parse_pod(body).is_epoch_fixed) == (5, True)
-
-
 def test_a_plain_pod_has_no_agent_that_could_announce_itself() -> None:
     made = frozen(job().nodes(2).plain(), plain=True)
     assert build_pod(made, 1, 5, "10.1.0.4:8470") == build_pod(made, 1, 5)
