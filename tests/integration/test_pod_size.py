@@ -1,4 +1,4 @@
-"""What the API server stores of a pod, with its bookkeeping of who has set which field."""
+"""A pod is lean as the API server stores it, with its bookkeeping of who has set which field."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def environment(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def told_agent(body: dict[str, Any]) -> dict[str, str]:
-    """What the pod's agent reads of its command."""
+    """Return what the pod's agent reads of its command."""
     command = body["spec"]["containers"][0]["command"]
     return parse_options(command[command.index("run") :]).variables
 
@@ -173,7 +173,7 @@ MAX_BODY_BYTES = 2750
 
 
 def test_a_pod_says_only_what_no_default_gives_and_says_it_once() -> None:
-    """What a pod holds is stored, encoded and sent at each change of each of thousands of pods."""
+    """All of it is stored, encoded and sent at each change of each of thousands of pods."""
     body = build_pod(frozen(job()), 0, 1)
     (trainer,) = body["spec"]["containers"]
     mounted = [mount["name"] for mount in trainer["volumeMounts"]]

@@ -64,8 +64,8 @@ POD_OPTIONS = {"--index": "EVERSTEP_INDEX", "--epoch": "EVERSTEP_EPOCH", "--lead
 
 @dataclasses.dataclass(frozen=True)
 class AgentOptions:
-    """What the command line says: `variables` over the environment's in a pod, in their place on a laptop, where `base`
-    is not None."""
+    """The command line. `variables` stand over those of the environment in a pod, and in their place on a laptop, where
+    `base` is not None."""
 
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
     base: Path | None = None
