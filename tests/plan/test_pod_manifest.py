@@ -169,7 +169,7 @@ def test_pods_do_not_hear_of_a_leader_that_leaves() -> None:
     assert all(leader == "" for _, leader in told(world))
 
 
-MAX_BODY_BYTES = 2750
+MAX_BODY_BYTES = 2800
 
 
 def test_a_pod_says_only_what_no_default_gives_and_says_it_once() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 VOLUME, FOLDER = "everstep-agent", "/opt/everstep/agent"
 _CONFIG_VOLUME = "everstep-config"  # of plain mode: no agent, but the files of the template's ConfigMap
+_JOB = "job.json"
 _OLD_JOB, _OLD_TOKEN = "everstep-job", "everstep-token"
 
 
@@ -23,9 +24,10 @@ def build_agent_volume(*, agent: str, template: str, token: str) -> dict[str, An
         template: Name of the template's ConfigMap.
         token: Name of the Secret.
     """
+    # One file of each, by its name: whoever may write ConfigMaps could give one a key that hides another's file.
     sources = [
-        {"configMap": {"name": template, "items": [{"key": "job.json", "path": "job.json"}]}},
-        {"configMap": {"name": agent}},
+        {"configMap": {"name": template, "items": [{"key": _JOB, "path": _JOB}]}},
+        {"configMap": {"name": agent, "items": [{"key": "agent.pyz", "path": "agent.pyz"}]}},
         {"secret": {"name": token, "items": [{"key": "token", "path": "token", "mode": 0o440}]}},
         {"downwardAPI": {"items": [{"path": "pod-uid", "fieldRef": {"fieldPath": "metadata.uid"}}]}},
     ]
@@ -58,7 +60,7 @@ def find_agent_config_map(spec: Mapping[str, Any]) -> str:
         if volume.get("name") == VOLUME:
             for source in (volume, *_list_sources(volume)):
                 found = source.get("configMap") or {}
-                if found.get("name") and not found.get("items"):  # of the template's, there is one file only
+                if found.get("name") and all(item.get("key") != _JOB for item in found.get("items") or ()):
                     return str(found["name"])
     return ""
 
