@@ -93,7 +93,7 @@ class Supervisor:
         self._spawn_on = spawn_on
         self._processes = ChildProcesses(place.owns_pod)
         self._stdout, self._stderr = logs.LogSink(1), logs.LogSink(2)
-        self._base = environment.build_base_environment(os.environ)
+        self._base = environment.build_base_environment(os.environ, place.slots)
         self._command = config.command
         self._gpus = gpu.count_gpus(os.environ)
         self._memory_counter = oom.find_oom_counter()
