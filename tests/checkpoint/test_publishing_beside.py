@@ -308,7 +308,8 @@ def test_a_second_hugging_face_training_leaves_alone_what_waits_of_the_first(tmp
     callback = EverstepCallback(tmp_path / "store", tmp_path / "out")
     callback._published, store = held_published(tmp_path, keep_last=9)
     path = put_off(callback._published, tmp_path)
-    others = [SimpleNamespace(), SimpleNamespace(is_world_process_zero=True), SimpleNamespace()]
+    arguments = SimpleNamespace(output_dir=str(tmp_path / "out"))
+    others = [arguments, SimpleNamespace(is_world_process_zero=True), SimpleNamespace()]
     callback.on_train_begin(*others)
     (path / "optimizer").write_text("of the second")
     store.gate.set()
