@@ -149,6 +149,18 @@ def test_deleting_counts_from_the_request_not_from_the_end_of_the_grace() -> Non
     assert (parse_pod(pod).deleting_since, parse_pod(pod).deletion_grace) == (SECONDS - 10, 10)
 
 
+def test_what_cannot_be_started_is_told_of_init_containers_and_the_trainer_alone() -> None:
+    pod = raw(state={"waiting": {"reason": "PodInitializing"}})
+    assert parse_pod(pod).held_up == ""
+    waits = {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "s3" not found'}}
+    pod["status"]["initContainerStatuses"] = [{"name": "fetch", "state": waits}]
+    assert parse_pod(pod).held_up == 'init container fetch: CreateContainerConfigError secret "s3" not found'
+    assert parse_pod(raw(state=waits)).held_up == 'CreateContainerConfigError secret "s3" not found'
+    pod = raw(state={"running": {"startedAt": AT}})
+    pod["status"]["containerStatuses"].append({"name": "exporter", "state": waits})
+    assert parse_pod(pod).held_up == "", "what runs beside the trainer does not keep it from starting"
+
+
 def test_waiting_and_unschedulable_say_why() -> None:
     pod = raw(state={"waiting": {"reason": "ImagePullBackOff", "message": "x" * 9999}})
     assert parse_pod(pod).waiting_reason == "ImagePullBackOff"

@@ -177,6 +177,13 @@ def test_what_only_an_administrator_grants_is_refused(over: dict[str, Any], name
     assert named in made.message
 
 
+def test_a_checkpoint_volume_that_is_not_permitted_is_called_what_its_job_calls_it() -> None:
+    builder = job().spec(checkpoint={"volume": {"hostPath": {"path": "/data"}}})
+    made = resolve_template(builder.build(), epoch=1, pool=None, plain=False, settings=PlanSettings())
+    assert isinstance(made, RejectedTemplate)
+    assert made.message.startswith("checkpoint.volume is 'hostPath', allowed: ")
+
+
 @pytest.mark.parametrize("profile", ["restricted", "image"])
 @pytest.mark.parametrize(
     ("security", "grant"),

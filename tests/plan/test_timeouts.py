@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from everstep_operator.api.status import ConditionType
 from everstep_operator.plan.actions import StopLeader
 from tests.builders import job
 from tests.plan.world import World
@@ -169,3 +172,43 @@ def test_a_job_that_gives_its_nodes_back_again_and_again_waits_as_long_as_it_may
         world.reconcile()
     assert reason(world) == "PendingTimeout"
     assert 6 * 3600 <= world.now - began <= 6.2 * 3600
+
+
+def hold_up(world: World, name: str, why: str) -> None:
+    world.pods[name] = replace(world.pods[name], held_up=why)
+
+
+def test_a_pod_whose_image_does_not_come_is_told_at_once_and_once() -> None:
+    world = World(job().nodes(3).timeouts(startup="2m").build())
+    world.reconcile()
+    world.tick()
+    hold_up(world, "digits-1", 'ImagePullBackOff Back-off pulling image "nobody/has:it"')
+    hold_up(world, "digits-2", "ErrImagePull not found")
+    made = world.reconcile()
+    ready = world.status.condition(ConditionType.READY)
+    assert ready is not None
+    assert (world.phase, ready.status, ready.reason) == ("Starting", "False", "ContainerWaiting")
+    assert ready.message.startswith("digits-1 (and 1 more) cannot start: ImagePullBackOff Back-off pulling")
+    assert [event.reason for event in made.events if event.type == "Warning"] == ["ContainerWaiting"]
+    hold_up(world, "digits-1", "ErrImagePull not found")
+    assert world.reconcile().events == ()
+    world.now += 120
+    world.reconcile()
+    failure = world.status.condition(ConditionType.FAILED)
+    assert failure is not None
+    assert failure.message == (
+        "not all ranks started in 120 s: digits-1 (and 1 more) cannot start: ErrImagePull not found"
+    )
+
+
+def test_a_pod_whose_image_comes_after_all_starts_as_any_other() -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.tick()
+    hold_up(world, "digits-1", 'CreateContainerConfigError secret "later" not found')
+    world.reconcile()
+    hold_up(world, "digits-1", "")
+    world.run("Running")
+    ready = world.status.condition(ConditionType.READY)
+    assert ready is not None
+    assert ready.reason == "Running"

@@ -231,7 +231,8 @@ def _make_fixed_rule(field: str) -> UpdateRule:
     value_of = attrgetter(".".join(to_snake(part) for part in field.split(".")))
     return UpdateRule(
         f"self.suspend || oldSelf.suspend || {_unchanged_cel(field)}",
-        f"{field} {FIXED_MESSAGE}: set spec.suspend to true, change it, then set suspend to false",
+        f"{field} {FIXED_MESSAGE}: set spec.suspend to true, change it, then set suspend to false; "
+        "delete a job that has ended, and apply it anew",
         lambda new, old: new.suspend or old.suspend or value_of(new) == value_of(old),
         f".{field}",
     )

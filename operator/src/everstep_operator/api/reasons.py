@@ -89,6 +89,11 @@ class Reason(StrEnum):
     CREATED = "Created", "The job was accepted; its objects are being created."
     WAITING_FOR_CAPACITY = "WaitingForCapacity", "Not all pods have a node yet."
     SCHEDULED = "Scheduled", "All pods have a node."
+    CONTAINER_WAITING = (
+        "ContainerWaiting",
+        "A pod has a node, and its kubelet cannot start it: the message quotes what it says of the image, a Secret or "
+        "a ConfigMap. It tries again until timeouts.startup.",
+    )
     GANG_RELEASED = (
         "GangReleased",
         "The set of pods could not be completed; its pods were released so that another job can run.",

@@ -19,6 +19,7 @@ from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.plan.actions import Action
 from everstep_operator.plan.affinity import list_excluded_nodes
+from everstep_operator.plan.container_waits import find_container_wait
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.kubelet_ends import find_kubelet_end
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
@@ -99,6 +100,7 @@ class PodView:
     deletion_grace: int = 0  # seconds; 0 also where the API server knew that all of it had ended
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
+    held_up: str = ""  # why one of its containers cannot be started: an image, a Secret …
     disruption: str | None = None  # reason of a true DisruptionTarget condition
     gone_since: float | None = None  # when its node was removed from the cluster, or died (`Observation.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
@@ -277,6 +279,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
     owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
     job = str(owner.get("name") or "")
     fixed_epoch = _parse_fixed_epoch(spec)
+    kept_by = (meta.get("finalizers") or ()) if meta.get("deletionTimestamp") else ()
     return PodView(
         index=_parse_index(str(meta.get("name") or ""), job, labels),
         name=str(meta.get("name") or ""),
@@ -299,13 +302,12 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         deletion_grace=_as_integer(meta.get("deletionGracePeriodSeconds"), 0),
         waiting_reason=clip_text(waiting.get("reason"), 128),
         waiting_message=clip_text(waiting.get("message")),
+        held_up=clip_text(find_container_wait(status, TRAINER_CONTAINER)),
         disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
         token_secret=token_secret_name(spec),
         avoids=list_excluded_nodes(spec) if scheduled_at is None else frozenset(),
         listed=LABEL_JOB in labels,
-        finalizers=clip_text(", ".join(map(str, meta.get("finalizers") or ())))
-        if meta.get("deletionTimestamp")
-        else "",
+        finalizers=clip_text(", ".join(map(str, kept_by))),
     )
 
 
@@ -345,8 +347,8 @@ def token_secret_name(spec: Mapping[str, Any]) -> str:
 
 def _deleting_since(meta: Mapping[str, Any]) -> float | None:
     """Return when the delete was asked for: `deletionTimestamp` is when the grace ends."""
-    at = parse_timestamp(meta.get("deletionTimestamp"))
-    return None if at is None else at - max(0, _as_integer(meta.get("deletionGracePeriodSeconds"), 0))
+    at, grace = parse_timestamp(meta.get("deletionTimestamp")), _as_integer(meta.get("deletionGracePeriodSeconds"), 0)
+    return None if at is None else at - max(0, grace)
 
 
 def _parse_container_end(over: Mapping[str, Any]) -> ContainerEnd:
@@ -355,10 +357,8 @@ def _parse_container_end(over: Mapping[str, Any]) -> ContainerEnd:
     exit_code = _as_int32(code)
     # Container runtimes report a death by signal as 128 + signal and leave the field `signal` empty.
     signal = over.get("signal") or (exit_code - 128 if exit_code is not None and 128 < exit_code < 160 else None)
-    reason = clip_text(over.get("reason"), 128)
-    return ContainerEnd(
-        exit_code, signal, reason, message, parse_timestamp(over.get("finishedAt")), parse_termination_message(message)
-    )
+    reason, at = clip_text(over.get("reason"), 128), parse_timestamp(over.get("finishedAt"))
+    return ContainerEnd(exit_code, signal, reason, message, at, parse_termination_message(message))
 
 
 def _parse_pod_end(status: Mapping[str, Any]) -> ContainerEnd | None:

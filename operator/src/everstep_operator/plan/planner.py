@@ -269,6 +269,8 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
             stalled=s.open.reason in gang.STALLING_REASONS,
         )
     if s.all_bound or s.phase is Phase.STARTING:
+        if text := timeouts.describe_container_wait(s):
+            return Decision(Phase.STARTING, Reason.CONTAINER_WAITING, text)
         return Decision(Phase.STARTING, Reason.SCHEDULED, "all pods have a node; ranks are being started")
     if s.open is not None and s.open.reason in gang.BLOCKED_REASONS:
         return Decision(

@@ -10,8 +10,6 @@ from dataclasses import replace
 
 from everstep_operator.plan.observation import PodView
 
-_STARTING = ("", "ContainerCreating", "PodInitializing")  # reasons for which a container waits that are no trouble
-
 
 def is_bound(pod: PodView) -> bool:
     """Return whether the pod waits for no node."""
@@ -32,7 +30,7 @@ def is_one_step(old: PodView | None, new: PodView | None, unbound: int, unstarte
         unbound: Pods of the set that have no node now.
         unstarted: Pods of the set that were not started until now.
     """
-    if new is None or new.index == 0 or not unstarted or new.waiting_reason not in _STARTING:
+    if new is None or new.index == 0 or not unstarted or new.held_up:
         return False
     if old is None:
         return new == replace(

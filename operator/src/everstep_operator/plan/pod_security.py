@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from everstep_operator.plan.folder_publisher import VOLUME
 from everstep_operator.plan.overlay import merge_overlay
 
 Profile = Literal["restricted", "image"]  # `image`: the standard's baseline
@@ -78,7 +79,9 @@ class Violation:
     allowed: str
 
     def __str__(self) -> str:
-        return f"podTemplate.spec.{self.path} is {self.value!r:.100}, allowed: {self.allowed}"
+        # The one volume that the operator adds with somebody else's words in it.
+        said = "checkpoint.volume" if self.path == f"volumes[{VOLUME}]" else f"podTemplate.spec.{self.path}"
+        return f"{said} is {self.value!r:.100}, allowed: {self.allowed}"
 
 
 def confine_containers(spec: Mapping[str, Any]) -> None:

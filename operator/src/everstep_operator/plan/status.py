@@ -97,6 +97,9 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
 def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]:
     """Return events of what may go wrong in any phase."""
     events = []
+    ready, was_ready = new.condition(ConditionType.READY), s.status.condition(ConditionType.READY)
+    if ready is not None and ready.reason == Reason.CONTAINER_WAITING != (was_ready and was_ready.reason):
+        events.append(JobEvent("Warning", ready.reason, ready.message[:1024]))
     before, nodes = (status.condition(ConditionType.NODES_HEALTHY) for status in (s.status, new))
     if nodes is not None and nodes.status == "False" and (before is None or before.reason != nodes.reason):
         events.append(JobEvent("Warning", nodes.reason, nodes.message[:1024]))

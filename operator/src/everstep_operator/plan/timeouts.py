@@ -69,7 +69,7 @@ def _list_deadlines(s: PlanContext) -> list[tuple[Reason, float | None, Callable
         (
             Reason.STARTUP_TIMEOUT,
             _startup_deadline(s, startup),
-            lambda: f"not all ranks started in {startup:.0f} s{_describe_obstacle(s)}",
+            lambda: f"not all ranks started in {startup:.0f} s{_add_text(describe_container_wait(s))}",
         ),
         (
             Reason.PENDING_TIMEOUT,
@@ -124,12 +124,13 @@ def _is_backing_off(s: PlanContext) -> bool:
     return s.leader is not None and s.leader.phase == "backoff"
 
 
-def _describe_obstacle(s: PlanContext) -> str:
-    """Return what a pod that cannot start says: the image, a Secret, a volume."""
-    for pod in s.live:
-        if not pod.running and pod.waiting_reason not in ("", "ContainerCreating", "PodInitializing"):
-            return f": {pod.name}: {pod.waiting_reason} {pod.waiting_message}".rstrip()
-    return ""
+def describe_container_wait(s: PlanContext) -> str:
+    """Return which pod cannot start, why, and how many more; nothing if all only take their time."""
+    held = [pod for pod in s.live if pod.held_up and not pod.running]
+    if not held:
+        return ""
+    more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
+    return f"{held[0].name}{more} cannot start: {held[0].held_up}"
 
 
 def _describe_unschedulable(s: PlanContext) -> str:
@@ -143,4 +144,8 @@ def _describe_unschedulable(s: PlanContext) -> str:
         text = kept[1]
     if blocked_by(s.job) is not None and s.status.conditions:
         text = s.status.conditions[0].message
-    return f": {text}" if text and s.phase in FORMING_PHASES | {Phase.RESTARTING} else ""
+    return _add_text(text) if s.phase in FORMING_PHASES | {Phase.RESTARTING} else ""
+
+
+def _add_text(text: str) -> str:
+    return f": {text}" if text else ""
