@@ -1,4 +1,4 @@
-"""What a trace has assumed of sizes beside what the model's code asks: torch takes a slice for all of a short tensor,
+"""Find what a trace has assumed of sizes beside what the model's code asks: torch takes a slice for all of a short tensor,
 gives as many parts as there are, and drops dimensions of size 1, and a module that runs as it is may do as it likes.
 
 Where all that follows runs the same for other sizes, such an assumption means nothing. To know it, the model is traced
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.frontend.fixed_sizes import Assumption
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, SizePlace
 from everstep.pipeline.frontend.refs import Constant, Shape, Size, Slice, Template, ValueRef, is_reference
-from everstep.pipeline.frontend.sizes import evaluate_size, symbols_of
+from everstep.pipeline.frontend.sizes import evaluate_size, is_broken, symbols_of
 
 _LARGEST = 1 << 20
 
@@ -49,7 +49,7 @@ def find_assumptions(record: ForwardRecord, opened: Collection[str], record_with
 
 
 def _break(condition: Any, symbols: Collection[Any], record: ForwardRecord) -> dict[Any, int]:
-    """Sizes for which a condition does not hold, of all symbols that are one size; none if there are none.
+    """Return sizes for which a condition does not hold, of all symbols that are one size; none if there are none.
 
     They are next to the nearest ones, where they can be: a slice of six of six is that of a longer tensor, too.
     """
@@ -59,7 +59,7 @@ def _break(condition: Any, symbols: Collection[Any], record: ForwardRecord) -> d
         alike = [each for each in record.symbols if record.sizes.simplify(each) == now]
 
         def holds(size: int, alike: Collection[Any] = alike) -> bool:
-            return evaluate_size(condition, {**hints, **dict.fromkeys(alike, size)}) is not False
+            return not is_broken(condition, {**hints, **dict.fromkeys(alike, size)})
 
         for last in (_LARGEST, 1):
             good, bad = hints[symbol], hints[symbol]

@@ -12,7 +12,7 @@ import torch
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.record import ForwardRecord, SizePlace
-from everstep.pipeline.frontend.sizes import evaluate_size, symbols_of
+from everstep.pipeline.frontend.sizes import is_broken, symbols_of
 
 _INSTEAD = (
     "pad all batches to the example's sizes, compute with x.shape[1] itself instead of int(), float(), len(), math or "
@@ -31,7 +31,7 @@ class Assumption:
         """PipelineError if the arguments have sizes for which it does not hold."""
         sizes = {symbol: _get_size(named, place) for symbol, place in self.places}
         known = {symbol: size for symbol, size in sizes.items() if size is not None}
-        if len(known) < len(sizes) or evaluate_size(self.condition, known) is not False:
+        if len(known) < len(sizes) or not is_broken(self.condition, known):
             return
         words = {symbol: sympy.Symbol(f"size{number or ''}") for number, symbol in enumerate(sizes)}
         which = ", ".join(f"{_describe(place)} is {sizes[symbol]}" for symbol, place in self.places)

@@ -121,6 +121,14 @@ def evaluate_size(expr: Any, values: Mapping[Any, int]) -> Any:
     return int(found) if found.is_integer else float(found)
 
 
+def is_broken(condition: Any, values: Mapping[Any, int]) -> bool:
+    """Tell whether a condition on sizes does not hold, as far as it can be computed."""
+    try:
+        return evaluate_size(condition, values) is False
+    except (ArithmeticError, TypeError, ValueError):  # as of a remainder by a size that becomes 0
+        return False
+
+
 def symbols_of(exprs: Iterable[Any]) -> set[Any]:
     return {symbol for expr in exprs if hasattr(expr, "free_symbols") for symbol in expr.free_symbols}
 
