@@ -21,6 +21,7 @@ from e2e.cluster.local import LocalCluster
 from e2e.harness import Cluster, Object, wait
 from e2e.images.catalogue import Image, image, images
 from e2e.images.engine import missing_tools
+from everstep_operator.plan.agent_volume import find_agent_config_map
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "everstep"
@@ -256,5 +257,4 @@ def network_policies(found: Cluster) -> Iterator[None]:
 
 def agent_of(pod: Object) -> str:
     """Return the name of the ConfigMap whose agent a pod runs."""
-    names: list[str] = [v["configMap"]["name"] for v in pod["spec"]["volumes"] if v["name"] == "everstep-agent"]
-    return names[0]
+    return find_agent_config_map(pod["spec"])

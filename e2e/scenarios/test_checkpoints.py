@@ -209,3 +209,47 @@ def test_a_rank_that_hangs_leaves_its_stack_and_training_goes_on(cluster: Cluste
     assert failure["message"].startswith("no step for 5 s (timeouts.hang): ")
     assert "in waits_for_nobody" in cluster.logs(namespace, "hangs-1")
     assert ended["status"]["restarts"]["application"] == 1
+
+
+# Ends after ten more steps than it finds.
+TEN_MORE = """
+import os, torch, torch.distributed as dist, everstep
+dist.init_process_group('gloo')
+model = torch.nn.Linear(8, 8)
+with everstep.checkpointer() as checkpoints:
+    start = checkpoints.restore(model=model).step
+    print('begins at', start, flush=True)
+    for step in range(start + 1, start + 11):
+        checkpoints.save(step)
+dist.destroy_process_group()
+"""
+
+
+@needs_own_cluster
+@pytest.mark.timeout(300)
+def test_a_job_that_is_applied_anew_goes_on_and_another_one_does_not_take_its_store(
+    cluster: Cluster, namespace: str, store: PodStore
+) -> None:
+    def make(name: str) -> Object:
+        return training_job(
+            name,
+            python(TEN_MORE),
+            image="everstep/trainer:0.1.0",
+            numNodes=1,
+            numProcPerNode=1,
+            checkpoint=store.policy("owned"),
+            restart={"application": 2, "maxBackoff": "0s"},
+            resources={"requests": {"cpu": "50m", "memory": "512Mi"}},
+        )
+
+    for begins in (0, 10):
+        cluster.apply(store.secret(), make("mine"), namespace=namespace)
+        ended = cluster.wait_phase(namespace, "mine", "Succeeded", timeout=120)
+        assert ended["status"]["restarts"]["total"] == 0, "a former job of the name keeps nobody from going on"
+        assert re.findall(r"begins at (\d+)", cluster.all_logs(namespace, "mine")) == [str(begins)]
+        cluster.kubectl("delete", "tj", "-n", namespace, "mine")
+    cluster.apply(make("other"), namespace=namespace)
+    failed = cluster.wait_phase(namespace, "other", "Failed", timeout=120)
+    assert failed["status"]["restarts"]["application"] == 2, "it was refused at each start"
+    assert f"is the store of job {namespace}/mine" in failed["status"]["lastFailure"]["message"]
+    assert store.newest_step("owned") == 20

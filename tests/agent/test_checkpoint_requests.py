@@ -258,7 +258,7 @@ def test_ranks_of_another_user_can_read_the_request_and_the_fence_whatever_the_u
     before = os.umask(0o077)
     try:
         CheckpointRequestFile(asked).write(CheckpointRequest("n1", None))
-        FenceFile(fence).write(1, 1, fenced=False)
+        FenceFile(fence, 0).write(1, 1, fenced=False)
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (asked, fence)] == [0o644, 0o644]

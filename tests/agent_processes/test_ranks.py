@@ -53,6 +53,23 @@ async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, p
     assert env["EVERSTEP_CHECKPOINT_REQUEST"].endswith("/run/checkpoint-request.json")
 
 
+@needs_root
+@pytest.mark.parametrize("named", ["", "/cache"])
+async def test_ranks_find_the_pods_memory_for_copies_unless_the_user_names_another(tmp_path: Path, named: str) -> None:
+    environ = {"EVERSTEP_CHECKPOINT_MEMORY": named} if named else {}
+    command = [
+        "sh",
+        "-c",
+        'printf "%s" "$EVERSTEP_CHECKPOINT_MEMORY" > "$0"; test "$1" = "$EVERSTEP_CHECKPOINT_MEMORY"',
+    ]
+    command += [f"{tmp_path}/told", "$(EVERSTEP_CHECKPOINT_MEMORY)"]
+    async with Node(tmp_path, command, pod=True, environ=environ) as node:
+        await node.start()
+        (ended,) = await node.exits(1)
+        assert ended["exit_code"] == 0, "a reference in the command is the same as the variable"
+        assert (tmp_path / "told").read_text() == (named or f"{node.folder}/slots")
+
+
 @pytest.mark.parametrize("distribution", ["torch", "none"])
 async def test_references_in_a_command_are_expanded_as_kubernetes_does(tmp_path: Path, distribution: str) -> None:
     words = ["$(KEPT)", "a-$(KEPT)-$(KEPT)", "$(NONE)", "$$(KEPT)", "$$$(KEPT)", "$KEPT", "$(KEPT", "x$", "$()", "$$"]

@@ -20,7 +20,7 @@ import torch
 from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent
-from everstep.checkpoint.publish.attempts import AttemptTaken, Superseded
+from everstep.checkpoint.publish.attempts import StoreTaken, Superseded
 from everstep.checkpoint.session.checkpointer import SaveFailed
 from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.posix import PosixStore
@@ -302,13 +302,13 @@ def test_an_older_attempt_is_refused(folder: Path) -> None:
 
 
 def test_a_second_job_with_the_same_attempt_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator gives every job (1, 1) at first; ranks of one job that are started again save on."""
+    """An older agent gives every job (1, 1) at first; ranks of one job that are started again save on."""
     for job, step in (("one", 1), ("other", 2), ("one", 3)):
         monkeypatch.setenv("EVERSTEP_JOB", job)
         with session(folder, attempt=(1, 1), directory=folder / f"memory of {job}") as ckpt:
             assert ckpt.restore(model=Model()).step == min(step - 1, 1), "to read is no attempt"
             if job == "other":
-                with pytest.raises(AttemptTaken, match=r"of a run job one on .* this run, job other on"):
+                with pytest.raises(StoreTaken, match=r"is the store of job one, and this is job other"):
                     ckpt.save(step)
             else:
                 ckpt.save(step)

@@ -12,6 +12,7 @@ import pytest
 
 from everstep.agent.wire.auth import job_token
 from everstep_operator.cluster.resources import CONFIG_MAPS, SECRETS
+from everstep_operator.plan.agent_volume import find_token_secret
 from tests.integration.conftest import KEY
 from tests.integration.inprocess import Simulation
 from tests.integration.world import OperatorProcess, World, until
@@ -36,12 +37,7 @@ def rotated(operator: OperatorProcess, tmp_path: Path) -> Iterator[dict[str, str
 
 async def tokens(world: World, job: str) -> dict[str, Any]:
     """The tokens of a job by the name of their Secret, which its pods have to mount."""
-    mounted = {
-        volume["secret"]["secretName"]
-        for pod in await world.pods(job)
-        for volume in pod["spec"]["volumes"]
-        if volume["name"] == "everstep-token"
-    }
+    mounted = {find_token_secret(pod["spec"]) for pod in await world.pods(job)}
     there = {secret["metadata"]["name"]: secret for secret in await world.all(SECRETS)}
     return {name: base64.b64decode(there[name]["data"]["token"]) for name in mounted}
 

@@ -35,10 +35,11 @@ POD: dict[str, Any] = {
         "nodeName": "n1", "hostname": "algo-2", "tolerations": [{"operator": "Exists"}],
         "affinity": {"nodeAffinity": REQUIRED, "podAntiAffinity": {}},
         "containers": [
-            {"name": "trainer", "image": "i", "env": [{"name": "EVERSTEP_EPOCH", "value": "2"}]},
+            {"name": "trainer", "image": "i", "command": ["run"], "env": [{"name": "EVERSTEP_EPOCH", "value": "2"}]},
             {"name": "sidecar", "image": "i"},
         ],
         "volumes": [
+            {"name": "everstep-agent", "configMap": {"name": "everstep-agent-0"}},
             {"name": "everstep-token", "secret": {"secretName": "digits-2-token"}},
             {"name": "everstep-job", "projected": {"sources": [{"configMap": {"name": "digits-2"}}]}},
             {"name": "data", "persistentVolumeClaim": {"claimName": "c"}},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from everstep.agent import config
+from everstep.agent.main import parse_options
 from everstep.agent.ranks.container_contract import ContractFacts, build_sm_environment
 from everstep_operator.plan.actions import CreatePods
 from everstep_operator.plan.frozen_template import FrozenTemplate
@@ -31,8 +32,16 @@ def environment(body: dict[str, Any]) -> dict[str, Any]:
     return {e["name"]: e.get("value", e.get("valueFrom")) for e in body["spec"]["containers"][0]["env"]}
 
 
+def told_agent(body: dict[str, Any]) -> dict[str, str]:
+    """Return what the pod's agent reads of its command."""
+    command = body["spec"]["containers"][0]["command"]
+    return parse_options(command[command.index("run") :]).variables
+
+
 def test_a_pod_knows_its_job_index_and_epoch() -> None:
     body = build_pod(frozen(job().nodes(3)), 2, 5)
+    assert told_agent(body) == {"EVERSTEP_INDEX": "2", "EVERSTEP_EPOCH": "5"}
+    assert not told_agent(body).keys() & environment(body).keys(), "told once"
     assert body["metadata"]["name"] == "digits-2"
     assert body["spec"]["hostname"] == "algo-3"
     assert body["spec"]["subdomain"] == "digits"
@@ -120,11 +129,11 @@ def test_a_command_in_plain_mode_runs_without_the_agent() -> None:
 def test_a_replacement_is_told_where_the_leader_is_and_differs_in_nothing_else() -> None:
     made = frozen(job().nodes(3))
     first, replacement = build_pod(made, 2, 5), build_pod(made, 2, 5, "10.1.0.4:8470")
-    assert environment(replacement).pop("EVERSTEP_LEADER") == "10.1.0.4:8470"
-    assert "EVERSTEP_LEADER" not in environment(first)
-    replacement["spec"]["containers"][0]["env"].pop()
+    assert told_agent(replacement)["EVERSTEP_LEADER"] == "10.1.0.4:8470"
+    assert "EVERSTEP_LEADER" not in told_agent(first)
+    replacement["spec"]["containers"][0]["command"].pop()
     assert replacement == first
-    assert "EVERSTEP_LEADER" not in environment(build_pod(made, 1, 5)), "the frozen template is not touched"
+    assert "EVERSTEP_LEADER" not in told_agent(build_pod(made, 1, 5)), "the frozen template is not touched"
 
 
 def test_a_plain_pod_has_no_agent_that_could_announce_itself() -> None:
@@ -158,3 +167,19 @@ def test_pods_do_not_hear_of_a_leader_that_leaves() -> None:
     world.vanish(1)
     world.pods["digits-0"] = dataclasses.replace(world.pods["digits-0"], deleting_since=world.now)
     assert all(leader == "" for _, leader in told(world))
+
+
+MAX_BODY_BYTES = 2800
+
+
+def test_a_pod_says_only_what_no_default_gives_and_says_it_once() -> None:
+    """All of it is stored, encoded and sent at each change of each of thousands of pods."""
+    body = build_pod(frozen(job()), 0, 1)
+    (trainer,) = body["spec"]["containers"]
+    mounted = [mount["name"] for mount in trainer["volumeMounts"]]
+    assert sorted(mounted) == sorted(volume["name"] for volume in body["spec"]["volumes"]), "each volume for one mount"
+    assert not any(mount.keys() - {"name", "mountPath"} for mount in trainer["volumeMounts"])
+    assert [each["name"] for each in trainer["env"]] == ["EVERSTEP_POD_IP", "EVERSTEP_NODE_NAME"]
+    assert not trainer.keys() & {"imagePullPolicy", "terminationMessagePath", "terminationMessagePolicy", "resources"}
+    assert not body["spec"].keys() & {"dnsPolicy", "schedulerName", "serviceAccountName", "nodeSelector", "affinity"}
+    assert len(json.dumps(body, separators=(",", ":"))) <= MAX_BODY_BYTES

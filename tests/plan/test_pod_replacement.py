@@ -8,6 +8,7 @@ import pytest
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan
+from everstep_operator.plan.agent_volume import find_agent_config_map
 from everstep_operator.plan.leader_view import UncleanPod
 from everstep_operator.plan.observation import ContainerEnd, TerminationMessage
 from everstep_operator.plan.pod_replacement import explain_loss
@@ -61,8 +62,7 @@ def test_a_replacement_comes_from_the_frozen_template() -> None:
     world.settings = dataclasses.replace(world.settings, agent_digest="f" * 64)
     world.vanish(1)
     (action,) = [a for a in world.reconcile().actions if isinstance(a, CreatePods)]
-    volumes = {v["name"]: v for v in action.frozen.pod["spec"]["volumes"]}
-    assert volumes["everstep-agent"]["configMap"]["name"] == "everstep-agent-000000000000"
+    assert find_agent_config_map(action.frozen.pod["spec"]) == "everstep-agent-000000000000"
 
 
 def test_a_pod_stuck_terminating_is_waited_for() -> None:

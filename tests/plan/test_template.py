@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from everstep.agent.config import AgentPaths
 from everstep_operator.plan import plain_mode, template
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.plan_settings import PlanSettings
@@ -134,9 +136,7 @@ def test_a_writable_tmp_of_the_user_is_found_with_a_slash_at_its_end() -> None:
 
 def test_slots_of_checkpoints_have_a_memory_of_their_own_that_restarts_in_place_leave_alone() -> None:
     frozen = resolved(job().resources(requests={"memory": "4Gi"}))
-    variables = {each["name"]: each.get("value") for each in trainer(frozen)["env"]}
-    folder = variables["EVERSTEP_CHECKPOINT_MEMORY"]
-    assert folder is not None
+    folder = str(AgentPaths.for_pod(Path("/agent.pyz")).slots)  # ranks are told of it by their agent
     assert not folder.startswith("/dev/shm")
     (volume,) = [v for v in frozen.pod["spec"]["volumes"] if v["name"] == mounts(frozen)[folder]]
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": str(2 << 30)}

@@ -27,6 +27,7 @@ from everstep_operator.plan.actions import (
     StopLeader,
 )
 from everstep_operator.plan.affinity import list_excluded_nodes
+from everstep_operator.plan.agent_volume import find_token_secret
 from everstep_operator.plan.leader_view import (
     LeaderOutcome,
     LeaderProgress,
@@ -46,7 +47,6 @@ from everstep_operator.plan.observation import (
     PodView,
     Rejection,
     TerminationMessage,
-    token_secret_name,
 )
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
@@ -250,9 +250,9 @@ class World:
             template=int(labels["everstep.dev/template"]),
             created=self.now,
             owner=self.job.metadata.uid,
-            token_secret=token_secret_name(body["spec"]),  # type: ignore[arg-type]
+            token_secret=find_token_secret(body["spec"]),  # type: ignore[arg-type]
             avoids=list_excluded_nodes(body["spec"]),  # type: ignore[arg-type]
-            is_epoch_fixed=bool(token_secret_name(body["spec"])),  # type: ignore[arg-type]
+            is_epoch_fixed=bool(find_token_secret(body["spec"])),  # type: ignore[arg-type]
         )
 
     # --- the cluster

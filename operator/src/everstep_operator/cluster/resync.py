@@ -29,6 +29,7 @@ from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.log_limit import LogRateLimiter
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, POOLS, ApiResource
+from everstep_operator.plan.agent_volume import find_agent_config_map
 
 log = structlog.get_logger(__name__)
 
@@ -183,8 +184,7 @@ class Resync:
             if frozen is None:
                 names.add(ALL)
                 continue
-            for volume in frozen.pod.get("spec", {}).get("volumes") or ():
-                names.add(str((volume.get("configMap") or {}).get("name") or ""))
+            names.add(find_agent_config_map(frozen.pod.get("spec") or {}))
         return used
 
 

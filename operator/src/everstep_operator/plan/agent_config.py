@@ -32,7 +32,12 @@ def build_job_config(
     grace = find_termination_grace(job, settings)
     return {
         "protocol": PROTOCOL,
-        "job": {"namespace": job.metadata.namespace or "default", "name": job.metadata.name, "uid": job.metadata.uid},
+        "job": {
+            "namespace": job.metadata.namespace or "default",
+            "name": job.metadata.name,
+            "uid": job.metadata.uid,
+            "created": find_attempt_base(job),
+        },
         "templateEpoch": template_epoch,
         "numNodes": spec.num_nodes,
         "numProcPerNode": spec.num_proc_per_node or max(1, gpus),
@@ -58,6 +63,12 @@ def build_job_config(
         "cpus": _count_cpus(spec.resources.limits or spec.resources.requests),
         "gpus": gpus,
     }
+
+
+def find_attempt_base(job: TrainingJob) -> int:
+    """Return what is added to epochs where attempts of several jobs are compared: the time of the job's creation."""
+    created = job.metadata.creation_timestamp
+    return 0 if created is None else max(0, int(created.timestamp()))
 
 
 def build_checkpoint_variables(job: TrainingJob) -> dict[str, str]:

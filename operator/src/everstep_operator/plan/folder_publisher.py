@@ -94,7 +94,7 @@ def find_hidden_folder(job: TrainingJob, trainer: Mapping[str, Any]) -> str | No
 
 
 def select_folder_containers(
-    containers: Sequence[Mapping[str, Any]], index: int, epoch: int
+    containers: Sequence[Mapping[str, Any]], index: int, epoch: int, attempt_base: int
 ) -> list[Mapping[str, Any]]:
     """Return the init containers of one pod: of several publishers of one store each would take the others' steps.
 
@@ -102,11 +102,14 @@ def select_folder_containers(
         containers: Those of the template.
         index: The pod's replica index.
         epoch: The epoch in which it is made.
+        attempt_base: What is added to it in the store, see `agent_config.find_attempt_base`; 0: nothing.
     """
     kept = [each for each in containers if index == 0 or each["name"] != PUBLISHER]
-    token = {"name": EPOCH_VARIABLE, "value": str(epoch)}
+    token = [{"name": EPOCH_VARIABLE, "value": str(epoch)}]
+    if attempt_base:
+        token.append({"name": "EVERSTEP_ATTEMPT", "value": f"{attempt_base + epoch}.0"})
     ours = (RESTORER, PUBLISHER)
-    told = [{**each, "env": [*(each.get("env") or ()), token]} if each["name"] in ours else each for each in kept]
+    told = [{**each, "env": [*(each.get("env") or ()), *token]} if each["name"] in ours else each for each in kept]
     if index == 0:
         return told
     # Who publishes claims the store; another pod may be of an earlier epoch.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 LABEL_JOB = "everstep.dev/job"
-LABEL_GROUP = "everstep.dev/group"
 LABEL_INDEX = "everstep.dev/index"
 LABEL_EPOCH = "everstep.dev/epoch"
 LABEL_TEMPLATE = "everstep.dev/template"

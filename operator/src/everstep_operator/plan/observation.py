@@ -19,6 +19,7 @@ from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.plan.actions import Action
 from everstep_operator.plan.affinity import list_excluded_nodes
+from everstep_operator.plan.agent_volume import find_token_secret, list_template_config_maps
 from everstep_operator.plan.container_waits import find_container_wait
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.kubelet_ends import find_kubelet_end
@@ -39,10 +40,8 @@ from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.truncated_json import parse_whole_fields
 
 TRAINER_CONTAINER = "trainer"
-TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
-EPOCH_VARIABLE = "EVERSTEP_EPOCH"
+EPOCH_VARIABLE, EPOCH_OPTION = "EVERSTEP_EPOCH", "--epoch="
 INIT_FAILED = "InitContainerFailed"  # a ContainerEnd's reason: not the trainer's end, but of what was to prepare it
-_TEMPLATE_VOLUMES = ("everstep-job", "everstep-config")  # of pods with an agent, and in plain mode
 
 MAX_MESSAGE = 1024
 MAX_EPOCHS_LOST = 1_000_000  # more than any job gets: of a pod that somebody else has made up
@@ -304,7 +303,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         waiting_message=clip_text(waiting.get("message")),
         held_up=clip_text(find_container_wait(status, TRAINER_CONTAINER)),
         disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
-        token_secret=token_secret_name(spec),
+        token_secret=find_token_secret(spec),
         avoids=list_excluded_nodes(spec) if scheduled_at is None else frozenset(),
         listed=LABEL_JOB in labels,
         finalizers=clip_text(", ".join(map(str, kept_by))),
@@ -319,30 +318,24 @@ def _parse_index(name: str, job: str, labels: Mapping[str, Any]) -> int:
 
 def _parse_template_epoch(spec: Mapping[str, Any], job: str, labels: Mapping[str, Any]) -> int:
     """Return the epoch of the template: its ConfigMap is `<job>-<t>`, and volumes stay as they are."""
-    for volume in spec.get("volumes") or ():
-        if volume.get("name") in _TEMPLATE_VOLUMES:
-            sources = [volume, *((volume.get("projected") or {}).get("sources") or ())]
-            names = [str((source.get("configMap") or {}).get("name") or "").rpartition("-") for source in sources]
-            if (found := next((epoch for name, _, epoch in names if job and name == job), None)) is not None:
-                return parse_ordinal(found, -1)
+    names = (name.rpartition("-") for name in list_template_config_maps(spec)) if job else ()
+    if (found := next((epoch for name, _, epoch in names if name == job), None)) is not None:
+        return parse_ordinal(found, -1)
     return parse_ordinal(labels.get(LABEL_TEMPLATE), -1)
 
 
 def _parse_fixed_epoch(spec: Mapping[str, Any]) -> int:
-    """Return the epoch that an agent is told by a value; -1 where it is not (an older operator refers to the label), or
-    where there is no agent."""
-    if not token_secret_name(spec):
+    """Return the epoch that an agent is told by its command, or by a value of its environment as with older templates;
+    -1 where it is not (still older ones refer to the label), or where there is no agent."""
+    if not find_token_secret(spec):
         return -1
     containers = spec.get("containers") or ()
     trainer: Mapping[str, Any] = next((c for c in containers if c.get("name") == TRAINER_CONTAINER), {})
+    words = [str(word) for word in trainer.get("command") or ()]
+    if (word := next((word for word in words if word.startswith(EPOCH_OPTION)), None)) is not None:
+        return parse_ordinal(word[len(EPOCH_OPTION) :], -1)
     told: Mapping[str, Any] = next((e for e in trainer.get("env") or () if e.get("name") == EPOCH_VARIABLE), {})
     return parse_ordinal(told.get("value"), -1)
-
-
-def token_secret_name(spec: Mapping[str, Any]) -> str:
-    """Return the name of the Secret that a pod mounts as its token, or nothing if it mounts none."""
-    volume: Mapping[str, Any] = next((v for v in spec.get("volumes") or () if v.get("name") == TOKEN_VOLUME), {})
-    return str((volume.get("secret") or {}).get("secretName") or "")
 
 
 def _deleting_since(meta: Mapping[str, Any]) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from everstep.agent.ranks.container_contract import (
     ContractFacts,
+    JobIdentity,
     build_contract_files,
     build_rank_variables,
     build_sm_environment,
@@ -103,7 +104,7 @@ def build_environment(
     """
     nodes = job["numNodes"]
     master = "algo-1" if nodes > 1 else "127.0.0.1"
-    facts = _make_contract_facts(job, index)
+    facts, about = _make_contract_facts(job, index), job["job"]
     variables = {
         **job.get("variables", {}),
         **build_sm_environment(facts),
@@ -114,7 +115,8 @@ def build_environment(
             master_port=MASTER_PORT,
             epoch=epoch,
             generation=1,
-            job=job["job"]["name"],
+            # A template of before jobs told when they were created goes on without.
+            job=JobIdentity(about["namespace"], about["name"], int(about.get("created") or 0)),
             progress=None,
         ),
         **build_torchrun_variables(

@@ -21,6 +21,7 @@ from everstep_operator.plan.actions import (
     EnsureTemplate,
     JobPlan,
 )
+from everstep_operator.plan.agent_volume import find_agent_config_map
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.mixed_pools import resolve_for_pools
@@ -263,7 +264,7 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
         token = template.secret_name_of(frozen)
         actions.append(EnsureSecret(token, t, template.build_secret(job, t, token)))
         # By the template's name, not today's: a job that began under another version goes on with that agent.
-        actions.append(EnsureAgent(_agent_config_map(frozen), str(frozen.job.get("agentDigest") or "")))
+        actions.append(EnsureAgent(find_agent_config_map(frozen.pod["spec"]), str(frozen.job.get("agentDigest") or "")))
     uid = job.metadata.uid
     key = find_key((template.secret_name_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
     actions.append(EnsureTemplate(name, t, template.build_config_map(job, frozen, key)))
@@ -285,8 +286,3 @@ def _find_leader_address(s: PlanContext, indices: Iterable[int], epoch: int) -> 
     if s.plain or head is None or 0 in indices or not head.running or not head.live or head.epoch != epoch:
         return ""
     return head.format_address(s.observed.settings.agent_port) if head.ip else ""
-
-
-def _agent_config_map(frozen: FrozenTemplate) -> str:
-    volumes = frozen.pod["spec"].get("volumes") or ()
-    return next((str(v["configMap"]["name"]) for v in volumes if v["name"] == "everstep-agent"), "")

@@ -13,14 +13,12 @@ from everstep_operator.plan import plain_mode
 from everstep_operator.plan.affinity import exclude_nodes, prefer_other_nodes
 from everstep_operator.plan.folder_publisher import select_folder_containers
 from everstep_operator.plan.frozen_template import FrozenTemplate
-from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observation import EPOCH_VARIABLE, TRAINER_CONTAINER
+from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
+from everstep_operator.plan.observation import EPOCH_OPTION, EPOCH_VARIABLE, TRAINER_CONTAINER
 
 LEADER_VARIABLE = "EVERSTEP_LEADER"
 INDEX_VARIABLE = "EVERSTEP_INDEX"
 MANAGED_BY_LABEL = {"app.kubernetes.io/managed-by": "everstep"}
-
-ContainerEnvironment = list[Mapping[str, Any]]  # of a container, as manifests have it
 
 
 def make_pod_name(job: str, index: int) -> str:
@@ -74,13 +72,17 @@ def build_pod(
     if frozen.job.get("plain"):
         annotations |= plain_mode.build_pod_annotations(frozen.job, index)
         config_map = make_template_name(name, frozen.epoch)
-        body["spec"]["containers"] = _replace_environment(
-            pod, lambda env: plain_mode.build_environment(frozen.job, index, config_map, epoch, env)
+        body["spec"]["containers"] = _change_trainer(
+            pod,
+            lambda trainer: {
+                "env": plain_mode.build_environment(frozen.job, index, config_map, epoch, trainer.get("env") or [])
+            },
         )
     else:
-        body["spec"]["containers"] = _replace_environment(pod, lambda env: _add_variables(env, index, epoch, leader))
+        body["spec"]["containers"] = _change_trainer(pod, lambda trainer: _tell_agent(trainer, index, epoch, leader))
     if extra := pod["spec"].get("initContainers"):
-        body["spec"]["initContainers"] = select_folder_containers(extra, index, epoch)
+        base = int(about.get("created") or 0)  # absent in a template of before jobs told it
+        body["spec"]["initContainers"] = select_folder_containers(extra, index, epoch, base)
     if avoid:
         body["spec"]["affinity"] = exclude_nodes(body["spec"].get("affinity") or {}, avoid)
     if shun:
@@ -99,22 +101,30 @@ def build_shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict
         template: The epoch of the template.
     """
     given = (pod.get("metadata") or {}).get("labels") or {}
-    return {**given, **MANAGED_BY_LABEL, LABEL_JOB: job, LABEL_GROUP: "", LABEL_TEMPLATE: str(template)}
+    return {**given, **MANAGED_BY_LABEL, LABEL_JOB: job, LABEL_TEMPLATE: str(template)}
 
 
-def _add_variables(env: ContainerEnvironment, index: int, epoch: int, leader: str) -> ContainerEnvironment:
-    """Return the agent's environment. What tells pods apart are values in their specs, which nobody can change; the
-    template refers to labels, which anybody may change who may change pods."""
+def _tell_agent(trainer: Mapping[str, Any], index: int, epoch: int, leader: str) -> dict[str, Any]:
+    """Return the fields of the trainer by which its agent knows which pod it is in: words of its command, for all words
+    together are one field to the API server's bookkeeping. Nobody can change them, as nobody can change a spec."""
+    env = trainer.get("env") or []
+    if all(each["name"] != INDEX_VARIABLE for each in env):
+        options = [f"--index={index}", f"{EPOCH_OPTION}{epoch}", *([f"--leader={leader}"] if leader else [])]
+        return {"command": [*trainer["command"], *options]}
+    # An older template: its agent reads variables, and it refers to labels, which anybody may change who may change
+    # pods.
     values = {INDEX_VARIABLE: str(index), EPOCH_VARIABLE: str(epoch), **({LEADER_VARIABLE: leader} if leader else {})}
-    return [*(e for e in env if e["name"] not in values), *({"name": n, "value": v} for n, v in values.items())]
+    return {
+        "env": [*(e for e in env if e["name"] not in values), *({"name": n, "value": v} for n, v in values.items())]
+    }
 
 
-def _replace_environment(
-    pod: Mapping[str, Any], change: Callable[[ContainerEnvironment], Sequence[Mapping[str, Any]]]
-) -> list[dict[str, Any]]:
-    """Return the containers, with another environment for the trainer."""
+def _change_trainer(
+    pod: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the containers, with other fields for the trainer."""
     containers = pod["spec"]["containers"]
-    return [{**c, "env": change(c.get("env") or [])} if c["name"] == TRAINER_CONTAINER else c for c in containers]
+    return [{**c, **change(c)} if c["name"] == TRAINER_CONTAINER else c for c in containers]
 
 
 def build_owner_reference(name: str, uid: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
-from everstep_operator.plan import plain_mode
+from everstep_operator.plan import agent_volume, plain_mode
 from everstep_operator.plan.agent_config import (
     CHECKPOINT_VARIABLE,
     DEFAULT_GPU_RESOURCE,
@@ -32,7 +32,7 @@ from everstep_operator.plan.checkpoint_volumes import (
 from everstep_operator.plan.folder_publisher import build_folder_containers, find_hidden_folder, mount_program_folder
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observation import TOKEN_VOLUME, TRAINER_CONTAINER, token_secret_name
+from everstep_operator.plan.observation import TRAINER_CONTAINER
 from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.overlay import merge_overlay, normalize_mount_path
 from everstep_operator.plan.plan_settings import PlanSettings
@@ -40,17 +40,14 @@ from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_re
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
 from everstep_operator.plan.template_field_types import find_misshapen_field
 
-AGENT_COMMAND = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
+AGENT_COMMAND = ["python3", "-I", "-S", "-B", f"{agent_volume.FOLDER}/agent.pyz", "run"]
 DEFAULT_USER_ID = 1000
 # Where the checkpoint library keeps its slots. Not in /dev/shm, which the agent empties between two generations: ranks
 # that are started again in place restore from here, without the store.
-MEMORY_VARIABLE, CHECKPOINT_MEMORY = "EVERSTEP_CHECKPOINT_MEMORY", "/opt/everstep/memory"
+_CHECKPOINT_MEMORY = "/opt/everstep/memory"  # the agent names it to the ranks, in EVERSTEP_CHECKPOINT_MEMORY
 
 _FIELD_REF = "fieldPath"
 _REFERENCES = {
-    "EVERSTEP_INDEX": "metadata.labels['everstep.dev/index']",
-    "EVERSTEP_EPOCH": "metadata.labels['everstep.dev/epoch']",
-    "EVERSTEP_POD_UID": "metadata.uid",
     "EVERSTEP_POD_IP": "status.podIP",
     "EVERSTEP_NODE_NAME": "spec.nodeName",  # for the ranks: copies of a checkpoint lie on another machine
 }
@@ -178,7 +175,7 @@ def build_service(job: TrainingJob, settings: PlanSettings) -> dict[str, Any]:
 
 def secret_name_of(frozen: FrozenTemplate) -> str:
     """Return the name of the Secret that the template's pods mount, or nothing where they mount none."""
-    return token_secret_name(frozen.pod["spec"])
+    return agent_volume.find_token_secret(frozen.pod["spec"])
 
 
 def read_frozen_template(
@@ -280,12 +277,9 @@ def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> 
     else:
         container["command"] = AGENT_COMMAND
         env += [{"name": n, "valueFrom": {"fieldRef": {_FIELD_REF: path}}} for n, path in _REFERENCES.items()]
-        mounts += [
-            _build_mount(f"everstep-{n}", f"/opt/everstep/{n}", readOnly=True) for n in ("agent", "job", "token")
-        ]
-        mounts += [_build_mount("everstep-run", "/run/everstep"), _build_mount("everstep-memory", CHECKPOINT_MEMORY)]
-        if all(item.name != MEMORY_VARIABLE for item in spec.env):
-            env.append({"name": MEMORY_VARIABLE, "value": CHECKPOINT_MEMORY})
+        # No `readOnly`: whatever a pod says, kubelets mount volumes of this kind so.
+        mounts.append(_build_mount(agent_volume.VOLUME, agent_volume.FOLDER))
+        mounts += [_build_mount("everstep-run", "/run/everstep"), _build_mount("everstep-memory", _CHECKPOINT_MEMORY)]
     resources = spec.resources.manifest()
     if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
         container["resources"] = resources
@@ -323,9 +317,7 @@ def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSett
     token = make_secret_name(job.metadata.name, job.metadata.uid, epoch, settings.operator_key)
     return [
         *volumes,
-        {"name": "everstep-agent", "configMap": {"name": settings.agent_config_map}},
-        {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
-        {"name": TOKEN_VOLUME, "secret": {"secretName": token, "defaultMode": 0o440}},
+        agent_volume.build_agent_volume(agent=settings.agent_config_map, template=name, token=token),
         {"name": "everstep-run", "emptyDir": {}},
         {"name": "everstep-memory", "emptyDir": {"medium": "Memory", "sizeLimit": checkpoint_memory}},
     ]

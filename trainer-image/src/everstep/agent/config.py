@@ -27,6 +27,7 @@ class AgentConfig:
     namespace: str
     name: str
     job_uid: str
+    attempt_base: int  # in a checkpoint store, where attempts of a later job of the name are greater ones
     num_nodes: int
     num_proc_per_node: int
     command: tuple[str, ...]
@@ -107,6 +108,7 @@ class AgentPaths:
     termination_log: Path
     owns_pod: bool
     slots: Path | None = None
+    pod_uid: Path | None = None  # unless the environment has it
 
     @property
     def checkpoint_request(self) -> Path:
@@ -117,14 +119,15 @@ class AgentPaths:
     def for_pod(cls, agent: Path) -> AgentPaths:
         return cls(
             agent=agent,
-            job=Path("/opt/everstep/job/job.json"),
-            token=Path("/opt/everstep/token/token"),
+            job=agent.parent / "job.json",  # in the same volume
+            token=agent.parent / "token",
             scratch=Path("/run/everstep"),
             shm=Path("/dev/shm"),  # noqa: S108 - the pod's own memory volume
             ml=Path("/opt/ml"),
             termination_log=Path("/dev/termination-log"),
             owns_pod=os.getpid() == 1,
             slots=Path("/opt/everstep/memory"),  # the pod's own too, and no generation's
+            pod_uid=agent.parent / "pod-uid",
         )
 
     @classmethod
@@ -144,12 +147,23 @@ class AgentPaths:
         )
 
 
-def load_config(path: Path, environ: Mapping[str, str]) -> AgentConfig:
-    """Read the configuration of a pod's agent: job.json and the EVERSTEP_* field references."""
+def load_config(paths: AgentPaths, environ: Mapping[str, str]) -> AgentConfig:
+    """Read the configuration of a pod's agent: job.json, its UID and the EVERSTEP_* variables.
+
+    Args:
+        paths: Where the files are.
+        environ: The variables.
+
+    Raises:
+        AgentConfigError: job.json or a variable cannot be used.
+        OSError: A file cannot be read.
+    """
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(paths.job.read_bytes())
     except ValueError as error:
-        raise AgentConfigError(f"{path}: not JSON: {error}") from error
+        raise AgentConfigError(f"{paths.job}: not JSON: {error}") from error
+    if paths.pod_uid is not None and "EVERSTEP_POD_UID" not in environ:
+        environ = {**environ, "EVERSTEP_POD_UID": paths.pod_uid.read_text()}
     return parse_config(data, environ)
 
 
@@ -168,6 +182,7 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         namespace=about.text("namespace"),
         name=about.text("name"),
         job_uid=about.text("uid"),
+        attempt_base=about.integer("created", default=0),
         num_nodes=nodes,
         num_proc_per_node=job.integer("numProcPerNode", 1),
         command=job.texts("command"),
@@ -241,8 +256,8 @@ class _Fields:
             raise AgentConfigError(f"{self._where}: {name} must be one of {', '.join(choices)}")
         return value
 
-    def integer(self, name: str, minimum: int = 0) -> int:
-        value = int(self._get(name, (int,), None))
+    def integer(self, name: str, minimum: int = 0, default: int | None = None) -> int:
+        value = int(self._get(name, (int,), default))
         if value < minimum:
             raise AgentConfigError(f"{self._where}: {name} must be at least {minimum}")
         return value

@@ -58,16 +58,20 @@ STOP_SIGNALS = (
 PARENT_DEATH_SIGNAL = signal.SIGUSR2
 
 
+# What a pod's own command says, and its environment where a template is older.
+POD_OPTIONS = {"--index": "EVERSTEP_INDEX", "--epoch": "EVERSTEP_EPOCH", "--leader": "EVERSTEP_LEADER"}
+
+
 @dataclasses.dataclass(frozen=True)
 class AgentOptions:
-    """Laptop mode; `base` is None in a pod."""
+    """The command line. `variables` stand over those of the environment in a pod, and in their place on a laptop, where
+    `base` is not None."""
 
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)
     base: Path | None = None
     index: int = 0
-    epoch: int = 1
     address: str = ""
     port: int = 0
-    leader: str = ""
 
 
 def main(argv: list[str]) -> int:
@@ -84,13 +88,13 @@ def main(argv: list[str]) -> int:
 
 
 def parse_options(argv: list[str]) -> AgentOptions:
-    if argv == ["run"]:  # every pod: each module less is a job that starts earlier
-        return AgentOptions()
+    if (variables := _read_pod_options(argv)) is not None:
+        return AgentOptions(variables)
     import argparse
 
     parser = argparse.ArgumentParser(prog="agent.pyz", description="The agent of an everstep job.")
     parser.add_argument(
-        "command", choices=["run"], help="supervise the ranks of one node; in a pod it needs no options"
+        "command", choices=["run"], help="supervise the ranks of one node; pods have --index, --epoch and --leader"
     )
     parser.add_argument("--local", type=Path, metavar="BASE", help="no pod: BASE/job.json, BASE/token, BASE/node-<i>/")
     parser.add_argument("--index", type=int, default=0)
@@ -101,26 +105,37 @@ def parse_options(argv: list[str]) -> AgentOptions:
     given = parser.parse_args(argv)
     if given.local is None:
         return AgentOptions()
-    return AgentOptions(given.local.absolute(), given.index, given.epoch, given.address, given.port, given.leader)
+    variables = {
+        "EVERSTEP_INDEX": str(given.index),
+        "EVERSTEP_EPOCH": str(given.epoch),
+        "EVERSTEP_POD_UID": f"local-{given.index}-{os.getpid()}",
+        "EVERSTEP_POD_IP": given.address,
+        "EVERSTEP_LEADER": given.leader,
+    }
+    return AgentOptions(variables, given.local.absolute(), given.index, given.address, given.port)
+
+
+def _read_pod_options(argv: list[str]) -> dict[str, str] | None:
+    """Return the variables that a pod's command gives, None if it is another command line. Every pod starts with this:
+    each module less is a job that starts earlier."""
+    if argv[:1] != ["run"]:
+        return None
+    words = [word.partition("=") for word in argv[1:]]
+    if not all(name in POD_OPTIONS and value for name, _, value in words):
+        return None
+    return {POD_OPTIONS[name]: value for name, _, value in words}
 
 
 def run_agent(options: AgentOptions) -> int:
     agent = Path(sys.argv[0]).absolute()
     if options.base is None:
-        paths, environ = AgentPaths.for_pod(agent), dict(os.environ)
+        paths, environ = AgentPaths.for_pod(agent), {**os.environ, **options.variables}
     else:
-        paths = AgentPaths.for_laptop(agent, options.base, options.index)
-        environ = {
-            "EVERSTEP_INDEX": str(options.index),
-            "EVERSTEP_EPOCH": str(options.epoch),
-            "EVERSTEP_POD_UID": f"local-{options.index}-{os.getpid()}",
-            "EVERSTEP_POD_IP": options.address,
-            "EVERSTEP_LEADER": options.leader,
-        }
+        paths, environ = AgentPaths.for_laptop(agent, options.base, options.index), options.variables
     name_process(PROCESS_NAME)
     make_undumpable()  # before the token is in memory
     try:
-        config, token = load_config(paths.job, environ), read_token(paths.token)
+        config, token = load_config(paths, environ), read_token(paths.token)
         listens_on = "::" if ":" in config.pod_ip else "0.0.0.0"  # noqa: S104 - the pod's own
         paths.scratch.mkdir(parents=True, exist_ok=True)
         if options.base is not None:

@@ -227,12 +227,11 @@ def _claim_store(store: Store) -> None:
     Raises:
         CheckpointError: Another job has used it: what this one publishes would never be chosen, or be mixed with that.
     """
-    import os
-
     from everstep.checkpoint.publish import attempts, fence
 
     given = fence.get_given_attempt()
     if given is not None:
-        identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), (attempts.identify_machine(),))
+        identity = attempts.RunIdentity(attempts.get_own_job(), (attempts.identify_machine(),))
+        attempts.claim_for_job(store, identity.job)
         attempts.check_not_superseded(store, given)
         attempts.claim_given_attempt(store, given, identity)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Callable
 
+from everstep.agent.ranks.container_contract import name_attempt
 from everstep.agent.system.faults import name_file_in_errors
 from everstep.agent.wire.http_client import connect_to_agent
 
@@ -86,8 +87,9 @@ class FenceFile:
     whose own (epoch, generation) is not the file's is of an older generation and must not publish either.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, attempt_base: int) -> None:
         self._path = path
+        self._attempt_base = attempt_base
         self._written: dict[str, object] | None = None
 
     def write(self, epoch: int, generation: int, fenced: bool) -> None:
@@ -103,6 +105,8 @@ class FenceFile:
                 token that cannot be read allows nothing.
         """
         state: dict[str, object] = {"epoch": epoch, "generation": generation, "fenced": fenced}
+        if (attempt := name_attempt(self._attempt_base, epoch, generation)) is not None:
+            state["attempt"] = attempt
         if state == self._written:
             return
         fresh = self._path.with_name(self._path.name + ".new")

@@ -77,7 +77,7 @@ class NodeAgent:
         self._token, self._lease_clock = b"", lease_clock
         self._lease = LeaderLease(config.fence_timeout, lease_clock())
         self._stalls = StallDetector(clock, lease_clock, min(1.0, config.fence_timeout / 4))
-        self._fence = FenceFile(place.scratch / "fence.json")
+        self._fence = FenceFile(place.scratch / "fence.json", config.attempt_base)
         self._checkpoint_request = CheckpointRequestFile(place.checkpoint_request)
         self._fenced = False
         self._given_up = (0, 0)  # (epoch, generation) of the ranks that were stopped for want of a lease or a place

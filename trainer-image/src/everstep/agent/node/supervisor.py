@@ -19,6 +19,7 @@ from everstep.agent.launch.mpi_daemons import Daemons
 from everstep.agent.ranks import environment, failure_file, logs
 from everstep.agent.ranks.container_contract import (
     ContractFacts,
+    JobIdentity,
     build_contract_files,
     build_rank_variables,
     build_sm_environment,
@@ -92,7 +93,7 @@ class Supervisor:
         self._spawn_on = spawn_on
         self._processes = ChildProcesses(place.owns_pod)
         self._stdout, self._stderr = logs.LogSink(1), logs.LogSink(2)
-        self._base = environment.build_base_environment(os.environ)
+        self._base = environment.build_base_environment(os.environ, place.slots)
         self._command = config.command
         self._gpus = gpu.count_gpus(os.environ)
         self._memory_counter = oom.find_oom_counter()
@@ -376,7 +377,7 @@ class Supervisor:
             master_port=layout.master_port,
             epoch=layout.epoch,
             generation=layout.generation,
-            job=self._config.name,
+            job=JobIdentity(self._config.namespace, self._config.name, self._config.attempt_base),
             progress=str(self._fifo(place.local_rank)),
             checkpoint_request=str(self._place.checkpoint_request),
         )

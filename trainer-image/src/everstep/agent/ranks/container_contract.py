@@ -121,6 +121,24 @@ def build_sm_environment(facts: ContractFacts) -> dict[str, str]:
     return drop_unusable_variables({name: _format_variable(value) for name, value in values.items()})
 
 
+@dataclass(frozen=True)
+class JobIdentity:
+    """The identity of a job to its ranks, and to a checkpoint store. `attempt_base`: see `name_attempt`."""
+
+    namespace: str
+    name: str
+    attempt_base: int = 0
+
+
+def name_attempt(base: int, epoch: int, generation: int) -> str | None:
+    """Return how a generation is called in a checkpoint store; None: by its epoch and its generation alone.
+
+    Each job begins with epoch 1. With the time of its creation, which is the base, what a job saves that was made anew
+    under its name is newer than all that the former one has saved. No job has an epoch more often than each second.
+    """
+    return f"{base + epoch}.{generation}" if base else None
+
+
 def build_rank_variables(
     placement: RankPlacement,
     *,
@@ -129,7 +147,7 @@ def build_rank_variables(
     master_port: int,
     epoch: int,
     generation: int,
-    job: str,
+    job: JobIdentity,
     progress: str | None,
     checkpoint_request: str | None = None,
 ) -> dict[str, str]:
@@ -142,7 +160,7 @@ def build_rank_variables(
         master_port: Port of rank 0.
         epoch: The leader's epoch.
         generation: The generation within the epoch.
-        job: Name of the job.
+        job: The job.
         progress: Path of the rank's FIFO for progress, if it has one.
         checkpoint_request: Path of the file that appears when a checkpoint is asked for, if there is an agent.
     """
@@ -157,8 +175,11 @@ def build_rank_variables(
         "MASTER_PORT": str(master_port),
         "EVERSTEP_EPOCH": str(epoch),
         "EVERSTEP_GENERATION": str(generation),
-        "EVERSTEP_JOB": job,
+        "EVERSTEP_JOB": job.name,
+        "EVERSTEP_JOB_NAMESPACE": job.namespace,
     }
+    if (attempt := name_attempt(job.attempt_base, epoch, generation)) is not None:
+        variables["EVERSTEP_ATTEMPT"] = attempt
     if progress is not None:
         variables["EVERSTEP_PROGRESS"] = progress
     if checkpoint_request is not None:

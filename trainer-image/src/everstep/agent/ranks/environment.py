@@ -17,14 +17,23 @@ from pathlib import Path
 
 from .container_contract import AGENT_VARIABLES
 
+CHECKPOINT_MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"  # read by the checkpoint library
 _SIOCGIFADDR = 0x8915
 _MAX_INTERPRETERS, _INTERPRETER_BYTES = 5, 256  # as many, and as much of a first line, as Linux reads
 _REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 
 
-def build_base_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of every process that the agent starts; ranks get `make_home_variables` besides."""
+def build_base_environment(environ: Mapping[str, str], slots: Path | None = None) -> dict[str, str]:
+    """Return the environment of every process that the agent starts; ranks get `make_home_variables` besides.
+
+    Args:
+        environ: The container's.
+        slots: The folder for copies of checkpoints, unless the user's environment names another one; None: there is
+            none of the agent's.
+    """
     env = {name: value for name, value in environ.items() if name not in AGENT_VARIABLES}
+    if slots is not None:
+        env.setdefault(CHECKPOINT_MEMORY_VARIABLE, str(slots))
     # A rank that is killed loses what its buffers hold: the very lines that say why.
     env.setdefault("PYTHONUNBUFFERED", "1")
     return env

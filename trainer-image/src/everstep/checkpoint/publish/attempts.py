@@ -6,9 +6,10 @@ And what a store is called, so that memory which outlives a store that was delet
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from everstep.checkpoint.errors import CheckpointError, Missing, StoreError
 from everstep.checkpoint.format.keys import ATTEMPTS, DATA, MANIFESTS, RUN, Attempt, Key
 from everstep.checkpoint.store.base import Store
 
+OWNER = f"{ATTEMPTS}job"  # whose store it is, as the first job with given attempts has claimed it
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -28,6 +30,10 @@ class AttemptTaken(CheckpointError):
     """Raised when another run has claimed the very attempt that was given to this one."""
 
 
+class StoreTaken(CheckpointError):
+    """Raised when a store is another job's."""
+
+
 class NotShared(StoreError):
     """Two nodes of a run have been given stores of one name, each a place of its own."""
 
@@ -37,7 +43,7 @@ class RunIdentity:
     """The identity of a run that claims an attempt.
 
     Attributes:
-        job: The name of its job, empty where none is known.
+        job: The namespace and the name of its job with a slash between; empty where none is known.
         machines: The boot ids of its machines.
     """
 
@@ -50,11 +56,84 @@ class RunIdentity:
         A launcher that starts ranks again on the machines that are left begins no other run.
         """
         if self.job and other.job:
-            return self.job == other.job
+            return is_same_job(self.job, other.job)
         return bool({*self.machines} & {*other.machines})
 
     def __str__(self) -> str:
         return f"{f'job {self.job} ' if self.job else ''}on {len(self.machines)} machine(s) {', '.join(self.machines)}"
+
+
+def is_same_job(one: str, other: str) -> bool:
+    """Tell whether two jobs are the same: by namespace and name, or by name where one does not tell its namespace.
+
+    One that was deleted and made anew under its name goes on. Older versions told a name alone, or the UID too.
+
+    Args:
+        one: A job, as `RunIdentity.job` has it.
+        other: Another one.
+    """
+    first, second = (job.split("/")[:2] for job in (one, other))
+    return first == second if len(first) == len(second) else first[-1] == second[-1]
+
+
+def get_own_job(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the job of this process, as `RunIdentity.job` has it.
+
+    Args:
+        environ: The environment of the process.
+    """
+    name, namespace = environ.get("EVERSTEP_JOB", ""), environ.get("EVERSTEP_JOB_NAMESPACE", "")
+    if "/" in name:  # of the containers that publish a folder: namespace, name and UID
+        return "/".join(name.split("/")[:2])
+    return f"{namespace}/{name}" if name and namespace else name
+
+
+def claim_for_job(store: Store, job: str) -> None:
+    """Claim a store for a job, or see that it is this job's.
+
+    Two jobs that are given one store by mistake would take it from each other, restart by restart. Attempts that a run
+    counts by itself claim no store: whoever starts it by hand means to go on.
+
+    Args:
+        store: Where the job saves.
+        job: As `RunIdentity.job` has it; empty where none is known, which claims nothing.
+
+    Raises:
+        StoreTaken: It is another job's.
+        StoreError: The store cannot be asked.
+    """
+    if not job:
+        return
+    owner = _read_owner(store)
+    if owner is None:
+        owner = _find_last_job(store)
+        if not owner or is_same_job(owner, job):
+            if store.put_if_absent(OWNER, job.encode()):
+                return
+            owner = store.read(OWNER).decode()
+    if not is_same_job(owner, job):
+        raise StoreTaken(
+            f"{store.url} is the store of job {owner}, and this is job {job}: give each job a store of its own. To go "
+            "on from what that job has saved, copy it there first (everstep checkpoint copy). If that job is gone for "
+            f"good, and this one is to have its store, delete {OWNER} in it"
+        )
+
+
+def _read_owner(store: Store) -> str | None:
+    try:
+        return store.read(OWNER).decode()
+    except Missing:
+        return None
+
+
+def _find_last_job(store: Store) -> str:
+    """Return the job of the greatest attempt that tells one: of a store that has claims, and no owner yet."""
+    for attempt in sorted(_iterate_claimed_attempts(store), reverse=True):
+        with suppress(Missing):
+            first = read_identity(store, attempt)
+            if first is not None and first.job:
+                return first.job
+    return ""
 
 
 def identify_machine() -> str:
@@ -198,15 +277,18 @@ def explain_replaced_store(store: Store, run: str) -> str | None:
 
 
 def _find_greatest_attempt(store: Store) -> Attempt | None:
-    found: set[Attempt] = set()
-    for entry in store.list(ATTEMPTS):
-        with suppress(ValueError):
-            found.add(Attempt.parse(entry.name.removeprefix(ATTEMPTS)))
+    found = set(_iterate_claimed_attempts(store))
     found.update(key.attempt for key in _iterate_committed_keys(store))
     for entry in store.list(DATA):
         with suppress(ValueError):
             found.add(Key.of_data(entry.name).attempt)
     return max(found, default=None)
+
+
+def _iterate_claimed_attempts(store: Store) -> Iterator[Attempt]:
+    for entry in store.list(ATTEMPTS):
+        with suppress(ValueError):
+            yield Attempt.parse(entry.name.removeprefix(ATTEMPTS))
 
 
 def _iterate_committed_keys(store: Store) -> Iterator[Key]:

@@ -4,7 +4,6 @@ node's writer and slots."""
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -95,7 +94,7 @@ def claim_node(
         return *claim_attempt(store, given, identity, restored), secrets.token_hex(32), mark
 
     machines, hosts = zip(*group.gather((attempts.identify_machine(), socket.gethostname())), strict=True)
-    identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(dict.fromkeys(machines)))
+    identity = attempts.RunIdentity(attempts.get_own_job(), tuple(dict.fromkeys(machines)))
     token, run, secret, mark = group.run_on_first_rank(claim_on_first)
     config = WriterConfig(
         url=store.url,
@@ -154,7 +153,8 @@ def claim_attempt(
         The attempt, and what the store is called: empty when it cannot be asked now.
 
     Raises:
-        Superseded: A later attempt has the store.
+        StoreTaken: Another job has the store.
+        Superseded: A later attempt has it.
         AttemptTaken: Another run was given the same one.
         CheckpointError: This very attempt has saved a later step than the one that training goes on from.
     """
@@ -162,6 +162,7 @@ def claim_attempt(
         return str(attempts.claim_next_attempt(store)), attempts.run_of(store)
     run = ""
     try:
+        attempts.claim_for_job(store, identity.job)
         attempts.check_not_superseded(store, given)
         attempts.claim_given_attempt(store, given, identity)
         _check_goes_on(store, given, restored)
@@ -270,7 +271,9 @@ def _is_earlier_incarnation(store: Store, attempt: Attempt, identity: attempts.R
         first = attempts.read_identity(store, attempt)
     except StoreError:
         return False
-    return first is not None and bool(identity.job) and first.job == identity.job
+    if first is None or not first.job or not identity.job:
+        return False
+    return attempts.is_same_job(first.job, identity.job)
 
 
 def _describe_key(key: Key | None) -> str:
