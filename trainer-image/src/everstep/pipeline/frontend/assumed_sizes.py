@@ -1,8 +1,8 @@
-"""Find what a trace has assumed of sizes beside what the model's code asks: torch takes a slice for all of a short tensor,
-gives as many parts as there are, and drops dimensions of size 1, and a module that runs as it is may do as it likes.
+"""Find what a trace has assumed of sizes beside what the model's code asks.
 
-Where all that follows runs the same for other sizes, such an assumption means nothing. To know it, the model is traced
-with sizes that break it.
+Torch takes a slice for all of a short tensor, gives as many parts as there are, and drops dimensions of size 1; and a
+module that runs as it is may do as it likes. Where all that follows runs the same for other sizes, such an assumption
+means nothing. To know it, the model is traced with sizes that break it.
 """
 
 from __future__ import annotations
