@@ -103,9 +103,17 @@ class ControlPlane:
             self._address, self._port or apiserver_port, etcd_port, etcd_peer_port, self._apiserver_flags
         )
         write_atomically(self.folder / "settings.json", json.dumps(asdict(settings)))
-        self._start("etcd", etcd_command(settings.etcd_port, settings.etcd_peer_port, self.folder))
+        self.start_etcd()
         self._issue_certificates()
         self.start_apiserver()
+
+    def start_etcd(self) -> None:
+        settings = self.settings
+        self._start("etcd", etcd_command(settings.etcd_port, settings.etcd_peer_port, self.folder))
+
+    def stop_etcd(self) -> None:
+        """Kill etcd, after the API server; its data stay in the folder `etcd`."""
+        self.processes.stop(["etcd"])
 
     def start_apiserver(self) -> None:
         settings = self.settings

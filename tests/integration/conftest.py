@@ -67,18 +67,19 @@ def control_plane() -> Iterator[ControlPlane]:
     except (ClusterError, OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no API server on this machine: {error}")
     try:
-        asyncio.run(_install(plane))
+        asyncio.run(install(plane))
         yield plane
     finally:
         plane.stop()
 
 
-async def _install(plane: ControlPlane) -> None:
+async def install(plane: ControlPlane) -> None:
+    """Create the CRDs, the operator's own namespace and its rights."""
     client = await Client.connect(str(plane.kubeconfig))
     for path in sorted((ROOT / "crds").glob("*.yaml")):
         for body in yaml.safe_load_all(path.read_text()):
             await client.create(CRDS, None, body)
-    await client.create(NAMESPACES, None, _namespace(OWN_NAMESPACE))
+    await client.create(NAMESPACES, None, make_namespace(OWN_NAMESPACE))
     for plural, body in rbac_objects():
         resource = ApiResource("rbac.authorization.k8s.io", "v1", plural, body["kind"])
         await client.create(resource, body["metadata"].get("namespace"), body)
@@ -96,7 +97,7 @@ async def _install(plane: ControlPlane) -> None:
     await client.close()
 
 
-def _namespace(name: str) -> dict[str, Any]:
+def make_namespace(name: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
 
 
@@ -148,7 +149,7 @@ async def _world(control_plane: ControlPlane, agent_port: int) -> AsyncIterator[
     number = next(_numbers)
     name = f"team-{number}"
     client = await Client.connect(str(control_plane.kubeconfig), field_manager="user")
-    await client.create(NAMESPACES, None, _namespace(name))
+    await client.create(NAMESPACES, None, make_namespace(name))
     # Without a controller-manager nobody else makes it, and no pod is admitted before.
     await client.create(SERVICE_ACCOUNTS, name, {"metadata": {"name": "default"}})
     world = World(client, name, agent_port, network=number)

@@ -23,6 +23,7 @@ from tests.integration.world import FakeLeader, World
 
 KEY = bytes(range(32))
 WRITES = ("POST", "PATCH", "PUT", "DELETE")
+_STARTING = (errors.ServerError, errors.TooManyRequests, errors.NotAuthorized)  # answers of such an API server
 
 Fault = Callable[[int, str, str], str | None]
 
@@ -119,8 +120,8 @@ class Simulation:
 
     async def _run(self) -> None:
         while True:
-            # A pod went away meanwhile, or the API server did.
-            with contextlib.suppress(errors.NotFound, errors.Conflict, errors.Unreachable):
+            # A pod went away meanwhile, or the API server did, or it has just started.
+            with contextlib.suppress(errors.NotFound, errors.Conflict, errors.Unreachable, *_STARTING):
                 await self._step()
             await asyncio.sleep(0.02)
 

@@ -294,12 +294,13 @@ async def test_a_pod_that_is_not_there_to_be_deleted_is_not_waited_for(actor: Ac
 async def test_a_pod_that_is_there_and_that_no_list_shows_is_waited_for(actor: ActionExecutor, objects: Any) -> None:
     """Somebody has removed its label. Its name keeps a second one from being made; the queue shall back off."""
     built = job().build()
-    body = {"metadata": {"name": "digits-0", "uid": "u1", "resourceVersion": "5"}}
+    body = {"metadata": {"namespace": "default", "name": "digits-0", "uid": "u1", "resourceVersion": "5"}}
     body["metadata"]["ownerReferences"] = [build_owner_reference("digits", built.metadata.uid)]  # type: ignore[assignment]
     objects.there[("pods", "digits-0")] = body
     actor.cache.pods.remove(("default", "digits-0"), "u1", 7)  # as the watch tells it, or a list that lacks it
     with pytest.raises(StaleObject, match=r"default/digits-0.*everstep.dev/job"):
         await actor.execute(JOB, [CreatePods((0,), 1, resolved(built, 1), "")])
+    assert actor.cache.pods.get(("default", "digits-0")) is not None, "the next plan goes on from what is there"
 
 
 async def test_a_new_template_finds_the_agent_in_a_namespace_that_was_made_again(

@@ -208,6 +208,45 @@ def test_what_was_deleted_after_the_backup_is_there_again_with_it() -> None:
     assert [view.name for view in w.cache.pods_of(("ns", "digits"))] == ["digits-0"]
 
 
+def test_a_cluster_restored_with_versions_ahead_of_the_cache_is_believed() -> None:
+    """`etcdutl snapshot restore --bump-revision`: lists are newer than all that is known, and what they show is
+    older."""
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=1000, phase="Running", uid="u3"))
+    w.cache.pods.put(pod("digits-1", "digits", version=40, uid="u2"))
+    w.cache.pods.remove(("ns", "digits-1"), "u2", 900)
+    listing = w.cache.pods.listing(1_000_040, w.cache.pods.newest)
+    for name, uid in (("digits-0", "u1"), ("digits-1", "u2")):
+        listing.add(pod(name, "digits", version=40, uid=uid))
+    assert (listing.missed, listing.finish()) == (2, 0)
+    assert {(view.name, view.uid, view.phase) for view in w.cache.pods_of(("ns", "digits"))} == {
+        ("digits-0", "u1", "Pending"), ("digits-1", "u2", "Pending")
+    }  # fmt: skip
+
+
+def test_a_deletion_is_no_longer_believed_once_a_list_from_after_it_shows_the_object() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=40))
+    w.cache.pods.remove(("ns", "digits-0"), "u1", 900)
+    for listed_at, shown in ((899, False), (1_000_040, True)):
+        listing = w.cache.pods.listing(listed_at, w.cache.pods.newest)
+        listing.add(pod("digits-0", "digits", version=40))
+        assert bool(w.cache.pods_of(("ns", "digits"))) is shown
+
+
+def test_an_answer_about_one_object_that_is_older_than_what_was_held_is_of_a_restored_backup() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=1000, phase="Running"))
+    held = w.cache.pods.get(("ns", "digits-0"))
+    assert not w.cache.pods.put_answer(pod("digits-0", "digits", version=1000, phase="Running"), held)
+    w.cache.pods.put(pod("digits-0", "digits", version=1001, phase="Failed"))
+    assert not w.cache.pods.put_answer(pod("digits-0", "digits", version=1000), held), "it was on its way"
+    held = w.cache.pods.get(("ns", "digits-0"))
+    assert w.cache.pods.put_answer(pod("digits-0", "digits", version=40), held)
+    (view,) = w.cache.pods_of(("ns", "digits"))
+    assert view.phase == "Pending"
+
+
 def test_an_object_that_nobody_can_read_is_passed_over() -> None:
     w = Watched()
     w.cache.pods.put(pod("digits-0", "digits", version=1))

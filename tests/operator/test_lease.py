@@ -50,3 +50,12 @@ def test_leases_are_on_the_clock_that_goes_on() -> None:
     assert OperatorLease.__dataclass_fields__["clock"].default is read_boottime
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
     assert before <= read_boottime() <= time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def test_a_lease_whose_count_of_transitions_is_full_can_be_taken() -> None:
+    """Somebody has written it by hand; one more would not fit into the field."""
+    server: Any = Server()
+    spec = {"holderIdentity": "", "leaseTransitions": 2**31 - 1}
+    server.lease = {"metadata": {"name": "x", "resourceVersion": "1"}, "spec": spec}
+    await OperatorLease(server, "ns", "x", "a").acquire()
+    assert (server.lease["spec"]["holderIdentity"], server.lease["spec"]["leaseTransitions"]) == ("a", 2**31 - 1)

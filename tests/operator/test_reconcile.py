@@ -373,3 +373,29 @@ async def test_what_older_crds_cannot_store_is_known_in_the_next_look(reconciler
     assert len(server.statuses) < 5, "what has changed nothing is not written again"
     assert all("nodes" not in status for status in server.statuses)
     assert reconciler._memories[KEY].kept == {"nodes": 1}
+
+
+async def test_a_job_that_an_answer_denies_is_believed_with_the_next_list_that_shows_it(
+    reconciler: Reconciler, server: Any
+) -> None:
+    """A member of etcd that has lost data answers so. A list that was on its way tells nothing."""
+
+    async def conflict(*_: Any) -> Any:
+        raise errors.Conflict(409, "Conflict", "another version")
+
+    server.apply_status = conflict
+    jobs, there = reconciler.cache.jobs, job().meta(resourceVersion="20").manifest()
+    jobs.put(there)
+    await reconciler.reconcile(KEY)
+    assert jobs.get(KEY) is None
+    assert not jobs.put(there)
+    listing = jobs.listing(19, 0)
+    listing.add(there)
+    assert jobs.get(KEY) is None
+    listing = jobs.listing(25, jobs.newest)
+    listing.add(there)
+    assert jobs.get(KEY) is not None
+    jobs.remove(KEY, there["metadata"]["uid"], 26)
+    listing = jobs.listing(25, 0)
+    listing.add(there)
+    assert jobs.get(KEY) is None, "now its end was told"

@@ -381,10 +381,12 @@ class Reconciler:
     async def _read_again(self, key: Key, uid: str) -> None:
         """Read the job from the server itself: the watch is behind, and the next pass is not to be as stale as this
         one."""
+        held = self.cache.jobs.get(key)
         try:
-            self.cache.jobs.put(await self.client.get(JOBS, *key))
+            self.cache.jobs.put_answer(await self.client.get(JOBS, *key), held)
         except errors.NotFound:
-            self.cache.jobs.remove(key, uid)
+            # A member of etcd that has lost data says so too: the next list that shows the job is believed.
+            self.cache.jobs.remove(key, uid, self.cache.jobs.newest + 1, by_list=True)
         self.queue.add(key)
 
     async def report_retries(self, key: Key, error: Exception) -> None:

@@ -124,8 +124,9 @@ class ActionExecutor:
         Raises:
             errors.Conflict: The job is another one than was observed.
         """
+        held = self.cache.jobs.get(job.key)
         live = await self.client.get(JOBS, job.namespace, job.name)
-        if self.cache.jobs.put(live) or live["metadata"]["resourceVersion"] != job.version:
+        if self.cache.jobs.put_answer(live, held) or live["metadata"]["resourceVersion"] != job.version:
             raise errors.Conflict(409, "Stale", "the job has changed since it was observed")
 
     async def _execute_action(self, job: JobRef, action: act.Action) -> bool:
@@ -303,6 +304,9 @@ class ActionExecutor:
         name = made["metadata"]["name"]
         if not is_new and self.cache.pods.get((job.namespace, name)) is None:
             # Deleted a moment ago, or it never was. A plan that goes on not to see it would make it again at once.
+            again = await self.client.get(PODS, job.namespace, name)
+            if again["metadata"]["uid"] == made["metadata"]["uid"]:
+                self.cache.pods.revive(again)
             raise StaleObject(
                 f"Pod {job.namespace}/{name} is there, and lists lack it: has it lost its label {LABEL_JOB}?"
             )

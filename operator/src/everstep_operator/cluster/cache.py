@@ -98,6 +98,8 @@ class ObjectCache(Generic[T]):
         key, version = object_key(raw), resource_version(raw)
         uid = str((raw.get("metadata") or {}).get("uid") or "")
         old = self._entries.get(key)
+        if old is not None and 0 < version < old.version <= listed_at:
+            old = self._disown_version(key, old)
         if old is not None and 0 < version <= old.version and not self._reads_differently(raw, version, old):
             return False
         if self._tombstones.covers(uid, version, listed_at):
@@ -109,6 +111,33 @@ class ObjectCache(Generic[T]):
         self._entries[key] = CacheEntry(uid, version, value)
         self._noticed(key, old.value if old is not None else None, value)
         return True
+
+    def put_answer(self, raw: Mapping[str, Any], held: CacheEntry[T] | None) -> bool:
+        """Store the answer to a request for one object by its name: its present state, which the API server asks etcd
+        for. Where it is older than what was held when it was asked for, the server's data were restored from a backup.
+
+        Args:
+            raw: The object, as the API server gave it.
+            held: What was held of it when it was asked for.
+
+        Returns:
+            True if anything changed.
+        """
+        key = object_key(raw)
+        if held is not None and self._entries.get(key) is held and 0 < resource_version(raw) < held.version:
+            self._disown_version(key, held)
+        return self.put(raw)
+
+    def _disown_version(self, key: Key, old: CacheEntry[T]) -> CacheEntry[T]:
+        """Let anything replace an object of which the server knows no state as new as the one that is held.
+
+        Backups are restored with a revision far ahead of all that watches have told (`etcdutl snapshot restore
+        --bump-revision`): then lists are newer than the cache, and what is on them is older. Nor are deletions believed
+        that were told before.
+        """
+        self._tombstones.clear()
+        self._entries[key] = made = CacheEntry(old.uid, 0, old.value)
+        return made
 
     def _reads_differently(self, raw: Mapping[str, Any], version: int, old: CacheEntry[T]) -> bool:
         return self._is_custom and version == old.version and self._keep(raw) != old.value
@@ -130,7 +159,7 @@ class ObjectCache(Generic[T]):
             key: Namespace and name.
             uid: UID of the deleted object.
             version: resourceVersion at which it was gone. 0: unknown, and no state of it is believed any more.
-            by_list: Whether nothing tells of it but a list on which the object is not.
+            by_list: Whether nothing tells of it but a list on which the object is not, or one answer.
 
         Returns:
             True if it was there.

@@ -25,6 +25,8 @@ from everstep_operator.cluster.resources import LEASES
 
 log = structlog.get_logger(__name__)
 
+_MAX_INT32 = 2**31 - 1  # anybody with the right may have written it: a larger one would be rejected for good
+
 
 class LeaseLost(Exception):
     """This process may no longer act."""
@@ -126,7 +128,7 @@ class OperatorLease:
             self._seen, self._seen_at = seen, before
         if holder not in ("", self.identity) and before - self._seen_at < (spec.get("leaseDurationSeconds") or 15):
             return False
-        transitions = (spec.get("leaseTransitions") or 0) + (holder != self.identity)
+        transitions = min(_MAX_INT32, (spec.get("leaseTransitions") or 0) + (holder != self.identity))
         acquired = spec.get("acquireTime") if holder == self.identity else _micro_time()
         body = {**lease, "spec": self._spec(transitions=transitions, acquired=acquired)}
         try:

@@ -18,7 +18,8 @@ class Tombstones:
     count.
 
     That an object is on no list is weaker news than its DELETED: lists may leave objects out (`comparison`). The next
-    one that shows it is believed.
+    one that shows it is believed. A list from after a DELETED that shows the object all the same is believed too: the
+    server's data were restored from a backup.
 
     Args:
         clock: Monotonic seconds.
@@ -60,7 +61,7 @@ class Tombstones:
             listed_at: That of the list which shows it; 0: none does.
         """
         gone_at, _, by_list = self._deleted.get(uid, (0, 0.0, False))
-        return version < gone_at and not (by_list and listed_at >= gone_at - 1)
+        return version < gone_at and listed_at < (gone_at - 1 if by_list else gone_at)
 
     def discard(self, uid: str) -> None:
         """Forget the deletion of an object that is there."""
