@@ -117,6 +117,83 @@ def test_what_is_padded_to_a_multiple_is_cut() -> None:
     torch.testing.assert_close(run_stages(stages, {"x": made(7)}), model(made(7)))
 
 
+def scaled(x: Any) -> Any:
+    """A mean over words as scripts write it, by a size."""
+    return x.sum(1) / x.shape[1]
+
+
+# Torch gives other sizes, or other numbers of results, for some lengths, and the code computes with these.
+ASSUMED: dict[str, tuple[Code, int, int]] = {
+    "a slice of what is shorter": (lambda x: scaled(x[:, :6]), 9, 5),
+    "a slice of what is longer": (lambda x: scaled(x[:, :6]) + torch.arange(x[:, :6].shape[1]).sum(), 5, 9),
+    "the last words": (lambda x: scaled(x[:, -4:]), 9, 3),
+    "parts": (lambda x: sum(scaled(each) for each in x.split(4, 1)), 8, 12),
+    "chunks": (lambda x: sum(scaled(each) for each in x.tensor_split(3, 1)), 9, 4),
+    "words": (lambda x: sum(each * place for place, each in enumerate(x.unbind(1))), 5, 8),
+    "words of a loop": (lambda x: sum(each * place for place, each in enumerate(x.transpose(0, 1))), 5, 8),
+    "a dimension of size 1": (lambda x: (found := x.squeeze(1)).flatten(1).sum(1, keepdim=True) / found.shape[1], 5, 1),
+    "a pool": (lambda x: scaled(nn.functional.max_pool1d(x.mT, 2, ceil_mode=True).mT), 8, 5),
+}
+
+
+class Behind(Model):
+    """Its code computes with the size of what the code between its layers gives."""
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        return scaled(torch.tanh(super().forward(x, mask)))
+
+
+@pytest.mark.parametrize("name", list(ASSUMED))
+def test_a_length_for_which_torch_gives_other_sizes_is_refused_if_the_code_computes_with_them(name: str) -> None:
+    code, length, other = ASSUMED[name]
+    model = Model(lambda x: code(x).reshape(x.shape[0], -1).sum(1, keepdim=True).expand(-1, 4))
+    found = trace_model(model, made(length))
+    found.sizes.check({"x": made(length, samples=2)})
+    with pytest.raises(PipelineError, match=rf"dimension 1 of the argument 'x' is {other}: .*made for .*size"):
+        found.sizes.check({"x": made(other)})
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("code", [lambda x: x[:, :6], lambda x: x[:, : min(6, x.shape[1])]])
+def test_a_slice_by_a_module_that_runs_as_it_is_is_known_to_those_behind_it(code: Code, is_inside: bool) -> None:
+    model = Behind(code, is_inside=is_inside)
+    for length, others in ((9, (5,)), (5, (9,))):
+        found = trace_model(model, made(length))
+        stages = split_model(found, {"two": 1})
+        for other in (length, *others):
+            try:
+                found.sizes.check({"x": made(other)})
+                computed = run_stages(stages, {"x": made(other)})
+            except PipelineError:
+                assert other != length
+            else:
+                torch.testing.assert_close(computed, model(made(other)))
+
+
+FREE: dict[str, Code] = {
+    "a slice": lambda x: x[:, :6].mean(1, keepdim=True),
+    "the last word": lambda x: x[:, -1:],
+    "the last words": lambda x: torch.cat([x[:, -4:], x[:, :1]], 1),
+    "two chunks": lambda x: torch.cat([each.flip(1) / each.shape[1] for each in x.chunk(2, 1)], 1),
+    "all but some": lambda x: x[:, 1:] - x[:, :-1],
+    "every other": lambda x: x[:, ::2] * x.shape[1],
+    "a table": lambda x: x + torch.linspace(0, 1, 64, dtype=x.dtype)[: x.shape[1], None],
+    "a mask": lambda x: torch.ones(64, 64, dtype=x.dtype).tril()[: x.shape[1], : x.shape[1]] @ x / x.shape[1],
+    "another dimension": lambda x: x[:, None].squeeze(1) * x.shape[1],
+}
+
+
+@pytest.mark.parametrize("length", [5, 9])
+@pytest.mark.parametrize("name", list(FREE))
+def test_any_length_is_taken_where_the_same_is_computed(name: str, length: int) -> None:
+    model = Model(FREE[name])
+    found = trace_model(model, made(length))
+    stages = split_model(found, {"two": 1})
+    for other in (2, 3, 5, 6, 7, 9, 12):
+        found.sizes.check({"x": made(other)})
+        torch.testing.assert_close(run_stages(stages, {"x": made(other)}), model(made(other)))
+
+
 def _other_length(rank: int) -> str:
     torch.manual_seed(0)
     how: dict[str, Any] = {"stage_of": {"two": 1}, "heartbeat": None, "costs": "counted"}

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as f
 
 from everstep.pipeline import Pipeline, pipeline
+from everstep.pipeline.counted_targets import CountedTargets
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.trace import trace_model
@@ -238,6 +239,16 @@ def test_padding_that_comes_after_the_example_shows_a_mean_over_words(masked: bo
     for *right, wrong in every:
         assert set(right) <= {"gave False"}
         assert not wrong.startswith("gave")
+
+
+def test_a_micro_batch_in_which_nothing_counts_leaves_open_what_a_loss_is_a_mean_of() -> None:
+    loss, outputs = CountedTargets(mean_of_words, None), torch.linspace(-1.0, 1.0, 8 * 5 * 9).view(8, 5, 9)
+    targets = torch.arange(40).view(8, 5) % 9
+    targets[:4] = -100
+    loss.see(targets)
+    loss(outputs[:4], targets[:4])
+    with pytest.raises(PipelineError, match="it is a mean over what counts in the targets"):
+        loss(outputs[4:], targets[4:])
 
 
 def _scale_by_frequency(rank: int) -> list[str]:

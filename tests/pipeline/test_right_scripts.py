@@ -198,3 +198,55 @@ def test_no_microbatch_has_one_sample_where_batch_normalisation_could_not_take_i
     for *apart, too_many, _ in every:
         assert max(map(abs, apart)) < 1e-12, apart
         assert "take 2 micro-batches at most, or larger batches" in too_many
+
+
+class Squeezed(Net):
+    """Gives one number for each sample, and of one sample no samples, as scripts write it."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)[:, :1].squeeze()
+
+
+def likely(output: Any, target: Any) -> Any:
+    return f.binary_cross_entropy_with_logits(output, target)
+
+
+def likely_squeezed(output: Any, target: Any) -> Any:
+    return f.binary_cross_entropy_with_logits(output[..., :1].squeeze(), target)
+
+
+def _squeeze(rank: int, kind: type[Net], loss: Any) -> list[Any]:
+    found: list[Any] = []
+    given = batch(0)[0], (batch(0)[1][:, 0] > 0).double()
+    for samples in (7, 5, 3, 2):
+        one = kind()
+        with cut(kind(), loss, given=given, microbatches=4) as run:
+            own = run.step(given[0][:samples], given[1][:samples]).loss
+            wanted = loss(one(given[0][:samples]), given[1][:samples])
+            wanted.backward()
+            right = dict(one.named_parameters())
+            apart = [float((each.grad - right[name].grad).abs().max()) for name, each in run.named_parameters()]
+            found.append(max(abs(own - float(wanted)), *apart))
+    found.append(say(lambda: cut(kind(), loss, given=given, microbatches=8)))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(Squeezed, likely), (Net, likely_squeezed)])
+def test_no_microbatch_has_one_sample_where_the_loss_could_not_take_it(kind: type[Net], loss: Any) -> None:
+    for *apart, too_many in ranks.run(2, _squeeze, kind, loss):
+        assert max(apart) < 1e-12, apart
+        assert "squeeze() drops the dimension of the sample" in too_many
+        assert "take 4 micro-batches at most, or larger batches" in too_many
+
+
+def test_a_loss_that_meets_no_single_sample_is_still_compared_with_that_of_halves() -> None:
+    for said in ranks.run(2, _let_samples_meet):
+        assert "4 samples is" in said, said
+        assert "in 2 parts" in said, said
+
+
+def _let_samples_meet(rank: int) -> str:
+    def loss(output: Any, target: Any) -> Any:
+        return likely_squeezed(output - output.mean(0, keepdim=True), target)
+
+    return say(lambda: cut(Net(), loss, given=(batch(0)[0], (batch(0)[1][:, 0] > 0).double()), microbatches=2))

@@ -113,6 +113,7 @@ def check_samples(
     weight: Loss | None,
     unsplit_inputs: frozenset[str],
     microbatch: int = 0,
+    least: int = 1,
 ) -> list[str]:
     """Compare the loss of some samples with that of their halves, by the model as it evaluates; and as it trains, but
     for dropout and batch normalisation, where it does something else then.
@@ -128,7 +129,7 @@ def check_samples(
         loss: As given to pipeline(); None to look at what the model makes of each sample, where targets are not known.
         weight: The same.
         unsplit_inputs: Arguments without samples.
-        microbatch: The samples of a micro-batch.
+        microbatch: The samples of a micro-batch; `least`: the fewest that one may have.
 
     Returns:
         The names of the parameters that learn and of which the loss has no gradient, as far as that is known.
@@ -179,7 +180,7 @@ def check_samples(
             idle.clear()
         return None
 
-    apart = find(count, partial(_find_difference, combine=_add))
+    apart = find(count, partial(_find_difference, combine=_add, least=least))
     if apart is None and many > count:
         apart = find(many, _find_difference_of_many)
     if apart is None:
@@ -298,8 +299,9 @@ def _find_difference(
     unsplit_inputs: frozenset[str],
     *,
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    least: int = 1,
 ) -> _Difference | None:
-    """Find how the loss and the gradients of halves, or of single samples, differ from those of all samples at once.
+    """Find how the loss and the gradients of halves, or of `least` samples, differ from those of all samples at once.
 
     `combine` makes the gradient of all from those of parts. None if random numbers are drawn, which make it differ
     anyway.
@@ -310,7 +312,7 @@ def _find_difference(
     if float(run(some, count, is_differentiated=False)[1].sum.detach()) != float(at_once.sum.detach()):
         return None
     rounding = 8 * torch.finfo(at_once.sum.dtype).eps if at_once.sum.is_floating_point() else 0.0
-    for parts in sorted({2, count}):
+    for parts in sorted({2, max(count // least, 2)}):
         made = [
             run(part, stop - start)
             for part, (start, stop) in zip(
@@ -320,8 +322,8 @@ def _find_difference(
         has_numbers, alike = _compare_rows(output, [each for each, _, _ in made], count)
         one, other, difference = _compute_mean_losses(at_once, [part for _, part, _ in made])
         slopes, allowed = _compare_gradients(at_once, slope, made, combine)
-        least = _OF_NUMBERS if has_numbers and alike else 0.0
-        if difference > max(least, _OF_SAMPLES, rounding) or slopes > max(least, allowed):
+        bound = _OF_NUMBERS if has_numbers and alike else 0.0
+        if difference > max(bound, _OF_SAMPLES, rounding) or slopes > max(bound, allowed):
             return _Difference(count, parts, one, other, slopes, alike and not has_numbers)
     return None
 
@@ -378,9 +380,7 @@ def _compare_gradients(
         return 0.0, 0.0
     apart, norm, allowed = 0.0, 0.0, 0.0
     for one, *parts in zip(slope, *(each for _, _, each in made), strict=True):
-        given = [
-            each for each in parts if each is not None
-        ]  # none of what a part does not use: an expert without words
+        given = [each for each in parts if each is not None]  # None of an expert without words
         if one is None or not given:
             continue
         wanted, found = one / float(at_once.count), combine(given) / total

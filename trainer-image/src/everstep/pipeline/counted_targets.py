@@ -27,6 +27,7 @@ _log = logging.getLogger("everstep.pipeline")
 
 _IGNORED = -100  # by all losses of torch, unless they are told another number
 _EVERY = 64  # batches; targets on a GPU are waited for
+_TRIES = 16  # micro-batches whose losses show nothing, as those in which no target counts
 _OF_NUMBERS, _OF_NARROW = 1e-4, 5e-2  # relative to the largest of the losses
 _ADVICE = (
     "give EngineOptions.loss_weight, a function of (output, targets) that returns how many count, or let the loss "
@@ -43,7 +44,7 @@ class CountedTargets:
 
     def __init__(self, loss: Loss, weight: Loss | None) -> None:
         self._loss, self._weight = loss, weight
-        self._is_done, self._looks, self._batches = weight is not None, False, 0
+        self._is_done, self._looks, self._batches, self._tries = weight is not None, False, 0, 0
 
     def see(self, targets: Any) -> None:
         """See the targets of a batch before its micro-batches are given to the loss."""
@@ -55,10 +56,12 @@ class CountedTargets:
         looks, self._looks = self._looks, False
         pair = _take_pair(output, targets) if looks else None  # before the loss, which may write what it is given
         given = self._loss(output, targets)
-        if looks or isinstance(given, tuple):
+        if isinstance(given, tuple):
             self._is_done = True
-        if looks and not isinstance(given, tuple):
-            self._look(pair)
+        elif looks:
+            self._tries += 1
+            self._is_done = self._look(pair) or self._tries == _TRIES
+            self._looks = not self._is_done  # at the next micro-batch
         return given
 
     def _is_uneven(self, tensor: torch.Tensor) -> bool:
@@ -69,15 +72,16 @@ class CountedTargets:
         counts = _find_ignored(tensor).reshape(len(tensor), -1).sum(1)
         return bool((counts != counts[0]).any())
 
-    def _look(self, pair: tuple[Any, Any] | None) -> None:
-        """Compare the loss of two samples, of one of which half is ignored, with the mean of the losses of each."""
+    def _look(self, pair: tuple[Any, Any] | None) -> bool:
+        """Compare the loss of two samples, of one of which half is ignored, with the mean of the losses of each; tell
+        whether this shows anything."""
         if pair is None:
             warnings.warn(
                 "samples of this batch differ in how much of their targets counts, and the loss gives a bare mean, "
                 f"which a pipeline weights by samples: if it is a mean over what counts, {_ADVICE}",
                 stacklevel=2,
             )
-            return
+            return True
         # Losses are nearly alike before training; but not all outputs can be any number, nor all losses take any type.
         for is_wide, factor in ((True, 3.0), (True, 1.0), (False, 3.0), (False, 1.0)):
             try:
@@ -86,13 +90,14 @@ class CountedTargets:
                 _log.info("whether the loss counts targets was not checked: %s: %s", type(error).__name__, error)
                 continue
             if found is None:
-                return
+                return True
             at_once, apart = found
             raise PipelineError(
                 f"the loss of two samples, of which one counts less, is {at_once:.6g} at once, and the mean of their "
                 f"losses is {apart:.6g}: it is a mean over what counts in the targets, of which samples of this batch "
                 f"have different numbers, and a pipeline weights a bare mean by samples: {_ADVICE}"
             )
+        return False
 
     def _compare(self, outputs: Any, wanted: Any, *, is_wide: bool) -> tuple[float, float] | None:
         """Return the loss at once and the mean of both; None if they are alike, or differ for another reason."""

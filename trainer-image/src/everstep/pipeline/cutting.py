@@ -100,7 +100,8 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
         plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
         times = plan.microbatches * terms.position.grid.replicas
         terms.control.run_on_all_ranks(lambda: _refuse_uses(found, uses, plan, stages, times))
-        return CutModel(found, plan, stages, schedule, *_check_cut(terms, found, plan, stages, loss), least)
+        checked = _check_cut(terms, found, plan, stages, loss, least)
+        return CutModel(found, plan, stages, schedule, *checked, least)
 
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:
@@ -119,7 +120,8 @@ def _count_least_samples(terms: PipelineTerms) -> int:
     request = terms.request
     if not request.plan.check:
         return 1
-    return count_least_samples(request.model, terms.example, request.engine.unsplit_inputs, terms.autocast)
+    unsplit_inputs, loss, targets = request.engine.unsplit_inputs, request.loss, request.targets
+    return count_least_samples(request.model, terms.example, unsplit_inputs, terms.autocast, loss, targets)
 
 
 def _refuse_writes(terms: PipelineTerms, found: Traced | Tree, microbatches: int) -> None:
@@ -198,7 +200,7 @@ def _refuse_uses(found: Traced | Tree, uses: LossUses, plan: Plan, stages: Seque
 
 
 def _check_cut(
-    terms: PipelineTerms, found: Traced | Tree, plan: Plan, stages: Sequence[StageModule], loss: Loss
+    terms: PipelineTerms, found: Traced | Tree, plan: Plan, stages: Sequence[StageModule], loss: Loss, least: int
 ) -> tuple[Loss, Sequence[str]]:
     """Compare the stages with the model, and the loss of a batch with that of its samples; return the loss to train
     with, and the parameters that it is known not to depend on."""
@@ -230,9 +232,10 @@ def _check_cut(
         return loss, ()
     # Where targets are not known, the loss is looked at in the first step, and here what it is of.
     known = None if request.targets is None else request.loss
+    many = plan.profile.samples
     idle = first(
         lambda: check_samples(
-            request.model, found, terms.example, request.targets, known, weight, unsplit_inputs, plan.profile.samples
+            request.model, found, terms.example, request.targets, known, weight, unsplit_inputs, many, least
         )
     )
     if known is None:

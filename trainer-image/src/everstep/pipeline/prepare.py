@@ -175,8 +175,9 @@ def with_larger_microbatches(wish: Wish, least: int) -> Wish:
     if wish.microbatches and not allowed:
         raise PipelineError(
             f"microbatches={wish.microbatches[0]} would cut a batch of {wish.batch} samples into micro-batches of one, "
-            "and batch normalisation of the model gets one value of each sample for a channel, which it cannot "
-            f"normalise alone: take {most} micro-batches at most, or larger batches"
+            "which the model or its loss does not take: batch normalisation gets one value of each sample for a "
+            "channel and cannot normalise it alone, or squeeze() drops the dimension of the sample, where "
+            f"squeeze(-1) would not: take {most} micro-batches at most, or larger batches"
         )
     return replace(wish, microbatches=allowed or (most,))
 

@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.record import ForwardRecord, SizePlace
-from everstep.pipeline.frontend.sizes import symbols_of
+from everstep.pipeline.frontend.sizes import is_broken, symbols_of
 
 _INSTEAD = (
     "pad all batches to the example's sizes, compute with x.shape[1] itself instead of int(), float(), len(), math or "
@@ -20,11 +21,36 @@ _INSTEAD = (
 
 
 @dataclass(frozen=True)
+class Assumption:
+    """A condition on sizes without which the stages would do something else. `places`: where its symbols are."""
+
+    condition: Any
+    places: tuple[tuple[Any, SizePlace], ...]
+
+    def check(self, named: Mapping[str, Any]) -> None:
+        """PipelineError if the arguments have sizes for which it does not hold."""
+        sizes = {symbol: _get_size(named, place) for symbol, place in self.places}
+        known = {symbol: size for symbol, size in sizes.items() if size is not None}
+        if len(known) < len(sizes) or not is_broken(self.condition, known):
+            return
+        words = {symbol: sympy.Symbol(f"size{number or ''}") for number, symbol in enumerate(sizes)}
+        which = ", ".join(f"{_describe(place)} is {sizes[symbol]}" for symbol, place in self.places)
+        raise PipelineError(
+            f"{which}: with this size, slices or parts of tensors in the model have other sizes than with the "
+            f"example's, and its code computes with those. The stages are made for {self.condition.xreplace(words)}: "
+            "pad or cut all batches so that this holds, call pipeline() with an example of these sizes, or move the "
+            "code that computes with them into a module that has no modules inside, which is never cut"
+        )
+
+
+@dataclass(frozen=True)
 class FixedSizes:
-    """The sizes that are fixed. `numbers`: dimensions that have one size; `pairs`: those that have equal sizes."""
+    """The sizes that are fixed. `numbers`: dimensions that have one size; `pairs`: those that have equal sizes;
+    `assumptions`: what holds of others."""
 
     numbers: tuple[tuple[SizePlace, int], ...] = ()
     pairs: tuple[tuple[SizePlace, SizePlace], ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
 
     def without(self, number: int) -> FixedSizes:
         """Return the rest, where any other is as right as this number."""
@@ -53,6 +79,8 @@ class FixedSizes:
                     f"{_describe(one)} is {sizes[0]}, and {_describe(other)} is {sizes[1]}: they were equal in the "
                     "example, and the model's code relies on that; give pipeline() an example in which they differ"
                 )
+        for assumption in self.assumptions:
+            assumption.check(named)
 
 
 def find_fixed_sizes(record: ForwardRecord) -> FixedSizes:
@@ -93,6 +121,28 @@ def with_other_size(arguments: Mapping[str, Any], number: int, unsplit_inputs: C
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     return {name: other(value, 0 if name in unsplit_inputs else 1) for name, value in arguments.items()}
+
+
+def with_sizes(arguments: Mapping[str, Any], sizes: Mapping[SizePlace, int]) -> dict[str, Any]:
+    """Return arguments without data, of other sizes.
+
+    Args:
+        arguments: The example's.
+        sizes: The sizes by their places; all others are the example's.
+    """
+
+    def other(value: Any, name: str, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, dict):
+            return type(value)({key: other(each, name, (*path, key)) for key, each in value.items()})
+        if isinstance(value, list | tuple):
+            items = [other(each, name, (*path, at)) for at, each in enumerate(value)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = [sizes.get((name, path, dim), size) for dim, size in enumerate(value.shape)]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    return {name: other(value, name, ()) for name, value in arguments.items()}
 
 
 def _get_size(named: Mapping[str, Any], place: SizePlace) -> int | None:

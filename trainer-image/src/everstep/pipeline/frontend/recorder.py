@@ -230,8 +230,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             tensors = [leaf for leaf in pytree.tree_leaves((real_args, real_kwargs)) if isinstance(leaf, torch.Tensor)]
             before = [tensor._version for tensor in tensors]
             result = func(*real_args, **real_kwargs)
-            # What torch itself assumed, it checks whenever it runs.
-            if self.sizes.new_conditions() and self.sizes.batch_is_fixed():
+            # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
+            if self.sizes.new_conditions(name, tensors) and self.sizes.batch_is_fixed():
                 raise BatchFixed(self._stack[-1].path)
             mutated = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]
             if func in _BY_STRIDES and _get_storage_key(tensors[0]) not in self.record.lasting:

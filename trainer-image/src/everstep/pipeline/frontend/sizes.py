@@ -15,6 +15,13 @@ from everstep.pipeline.errors import PipelineError
 
 Shape = tuple[Any, ...]  # of ints and sympy expressions
 
+# Operations whose results are more or fewer, or larger or smaller, by what torch finds of the sizes that it is given.
+_SQUEEZING = {"squeeze", "squeeze_"}
+_SHAPING = {
+    *("getitem", "setitem", "narrow", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit"),
+    *("chunk", "unsafe_chunk", "unsafe_split", "unbind", "iter", "unfold"),
+}
+
 
 @dataclass(frozen=True)
 class SymbolSource:
@@ -50,6 +57,7 @@ class Sizes:
         others = set(taken)
         self.hint = next(prime for prime in sympy.primerange(7, 10_000) if prime not in others)
         self._count = 0
+        self.assumed: list[Any] = []  # by torch itself, where it decides on the sizes or the number of results
         self.batch_size = self.symbol(self.hint)
         self.batch = self.batch_size.node.expr
         self._seen = 0
@@ -73,10 +81,20 @@ class Sizes:
             self.simplify(size.node.expr) if isinstance(size, torch.SymInt) else int(size) for size in tensor.shape
         )
 
-    def new_conditions(self) -> list[Any]:
-        """Return the conditions that had to be assumed since the last call."""
+    def new_conditions(self, name: str = "", given: Sequence[Any] = ()) -> list[Any]:
+        """Return the conditions that had to be assumed since the last call.
+
+        Args:
+            name: The operation of torch that had to, if it was one.
+            given: The tensors that it was given.
+        """
         found = [guard.expr for guard in self.env.guards[self._seen :]]
         self._seen = len(self.env.guards)
+        if name in _SQUEEZING:  # others may have assumed the same before
+            sizes = [size.node.expr for size in given[0].shape if isinstance(size, torch.SymInt)]
+            self.assumed += [sympy.Ne(size, 1) for size in sizes]
+        elif name in _SHAPING or "_pool" in name:
+            self.assumed += found
         return found
 
     def batch_is_fixed(self) -> bool:
@@ -101,6 +119,14 @@ def evaluate_size(expr: Any, values: Mapping[Any, int]) -> Any:
     if found.is_Boolean or found in (sympy.true, sympy.false):
         return bool(found)
     return int(found) if found.is_integer else float(found)
+
+
+def is_broken(condition: Any, values: Mapping[Any, int]) -> bool:
+    """Tell whether a condition on sizes does not hold, as far as it can be computed."""
+    try:
+        return evaluate_size(condition, values) is False
+    except (ArithmeticError, TypeError, ValueError):  # as of a remainder by a size that becomes 0
+        return False
 
 
 def symbols_of(exprs: Iterable[Any]) -> set[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend import modes
 from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.assumed_sizes import find_assumptions
 from everstep.pipeline.frontend.attributes import Key, changes_itself
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
-from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size
+from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size, with_sizes
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Untraceable
 from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, collect_sizes
 from everstep.pipeline.frontend.script_draws import ScriptDraws
@@ -136,6 +137,9 @@ def trace_model(
             if modes.do_the_same(record_as(record.root.training), record_as(record.root.training, other_sizes)):
                 sizes = sizes.without(number)
     opened = _list_opened_modules(record.root, found)
+    mode = record.root.training
+    assumptions = find_assumptions(record, opened, lambda places: record_as(mode, with_sizes(arguments, places)))
+    sizes = replace(sizes, assumptions=assumptions)
     return Traced(model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left))
 
 
