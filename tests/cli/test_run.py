@@ -184,6 +184,8 @@ class Started(Protocol):
 def started(manifest: Callable[..., str], tmp_path: Path) -> Iterator[Started]:
     """Starts `everstep run` of a script as a process of its own and waits until all ranks have printed UP."""
     processes: list[subprocess.Popen[str]] = []
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests in the background of a shell: processes inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(source: str, nodes: int = 2) -> subprocess.Popen[str]:
         file = manifest(source, numNodes=nodes)
