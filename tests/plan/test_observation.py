@@ -158,6 +158,7 @@ def test_what_cannot_be_started_is_told_of_init_containers_and_the_trainer_alone
     assert parse_pod(raw(state=waits)).held_up == 'CreateContainerConfigError secret "s3" not found'
     pod = raw(state={"running": {"startedAt": AT}})
     pod["status"]["containerStatuses"].append({"name": "exporter", "state": waits})
+    pod["status"]["initContainerStatuses"] = [{"name": "proxy", "state": waits}]
     assert parse_pod(pod).held_up == "", "what runs beside the trainer does not keep it from starting"
 
 

@@ -19,6 +19,8 @@ def find_container_wait(status: Mapping[str, Any], container: str) -> str:
     """
     first = [(f"init container {each.get('name')}: ", each) for each in status.get("initContainerStatuses") or ()]
     own = [("", each) for each in status.get("containerStatuses") or () if each.get("name") == container]
+    if any({"running", "terminated"} & (each.get("state") or {}).keys() for _, each in own):
+        return ""  # a sidecar that starts over and over beside it is none of the job's
     for which, each in (*first, *own):
         state: Mapping[str, Any] = each.get("state") or {}
         waiting: Mapping[str, Any] = state.get("waiting") or {}
