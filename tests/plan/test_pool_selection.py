@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep_operator.api.status import ConditionType
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import job, pool
 from tests.plan.world import World
+
+STORE = {"store": "s3://bucket/run"}
 
 
 def world(**pools: object) -> World:
@@ -183,3 +186,36 @@ def test_without_its_pool_and_its_template_no_pod_is_made_for_any_node() -> None
         made.tick(30)
         made.reconcile()
     assert len(made.pods) == 2
+
+
+def test_a_job_that_has_run_and_that_no_pool_allows_at_its_resume_waits_until_one_does() -> None:
+    made = world()
+    made.capacity = 2
+    made.run("Running").tick(60)
+    made.edit(suspend=True)
+    made.run("Suspended")
+    there = made.pools
+    made.pools = {name: pool(name).spec(allowedNamespaces=["team-b"]).build() for name in there}
+    made.edit(suspend=False)
+    for _ in range(3):
+        made.tick(60)
+        made.reconcile()
+        assert (made.phase, made.status.transitions[-1].reason) == ("Pending", "NamespaceNotAllowed")
+        assert made.status.is_true(ConditionType.STALLED)
+    made.pools = there
+    made.run("Running")
+
+
+def test_a_job_that_has_run_stays_where_it_is_if_its_template_is_allowed_no_more_when_its_pool_lacks_nodes() -> None:
+    made = world()
+    made.job = job().nodes(2).spot(wait="60s").pod(serviceAccountName="team").spec(checkpoint=STORE).build()
+    made.settings, made.capacity = PlanSettings(service_accounts=frozenset({"team"})), 2
+    made.run("Running")
+    made.settings, made.capacity = PlanSettings(), 1
+    made.vanish(1)
+    for _ in range(5):
+        made.tick(60)
+        made.reconcile()
+        assert (made.phase, chosen(made)) == ("Restarting", "spot")
+    made.capacity = 2
+    made.run("Running")

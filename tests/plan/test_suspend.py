@@ -12,6 +12,7 @@ from everstep_operator.api.status import ConditionType
 from everstep_operator.plan import make_plan
 from everstep_operator.plan.actions import CreatePods, DeletePods, DeleteStaleObjects
 from everstep_operator.plan.observation import Rejection
+from everstep_operator.plan.plan_settings import PlanSettings
 from tests.builders import job
 from tests.plan.world import World
 
@@ -236,3 +237,31 @@ def test_another_order_of_containers_or_volumes_is_no_change() -> None:
     world.job = job().nodes(2).pod(**turned).build().model_copy(update={"status": status})
     assert world.reconcile().actions == ()
     assert world.phase == "Running"
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_job_that_has_run_and_is_allowed_no_more_at_its_resume_waits_and_can_be_corrected(edited: bool) -> None:
+    """Whoever runs the operator has shortened its list of service accounts, or the template names a wrong one."""
+    allowed = PlanSettings(service_accounts=frozenset({"team"}))
+    world = World(job().nodes(2).pod(serviceAccountName="team").build())
+    world.settings = allowed
+    world.run("Running").tick(60)
+    world.edit(suspend=True)
+    world.run("Suspended")
+    if edited:
+        world.edit(pod_template=job().pod(serviceAccountName="tema").build().spec.pod_template)
+    else:
+        world.settings = PlanSettings()
+    world.edit(suspend=False)
+    for _ in range(3):
+        world.tick(60)
+        world.reconcile()
+        assert (world.phase, world.status.transitions[-1].reason) == ("Pending", "NotPermitted")
+        assert world.status.is_true(ConditionType.STALLED)
+        assert not world.pods
+    if edited:
+        world.edit(suspend=True)
+        world.run("Suspended")
+        world.edit(suspend=False, pod_template=job().pod(serviceAccountName="team").build().spec.pod_template)
+    world.settings = allowed
+    world.run("Running")

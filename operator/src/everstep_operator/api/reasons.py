@@ -42,7 +42,8 @@ class Reason(StrEnum):
     )
     NOT_PERMITTED = (
         "NotPermitted",
-        "The pod template requests something that the operator's configuration does not allow.",
+        "The pod template requests something that the operator's configuration does not allow. A job that has run "
+        "waits until that is allowed, or until it is suspended and its template corrected; another one fails.",
     )
     ADMISSION_REJECTED = (
         "AdmissionRejected",

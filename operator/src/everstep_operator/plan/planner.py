@@ -195,7 +195,9 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
     if choice is None:
         return None
     message = pool_selection.describe_move(s, choice)
-    return pod_creation.resolve_new_template(s, choice, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
+    moved = pod_creation.resolve_new_template(s, choice, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
+    # What the operator allows may be less than when the job began: it goes on by the template that it has.
+    return None if moved.phase is Phase.FAILED and s.has_run else moved
 
 
 def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
@@ -203,7 +205,7 @@ def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
         waiting = Decision(Phase.PENDING, Reason.UNKNOWN_FIELDS, pod_creation.describe_unknown_fields(s), stalled=True)
         return waiting.with_actions(pod_replacement.make_deletion(s.observed.ours, reason))
     choice = pool_selection.select_first_pool(s)
-    if choice.problem is not None and choice.problem[0] in pool_selection.FINAL_PROBLEMS:
+    if choice.problem is not None and choice.problem[0] in pool_selection.FINAL_PROBLEMS and not s.has_run:
         # Every pool that the job names exists and refuses it: nothing that will be here soon changes that.
         return _fail_job(s, *choice.problem)
     if choice.problem is not None:
@@ -212,9 +214,14 @@ def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
         )
     plain_reason = (Reason.NO_COMMAND, Reason.NO_COMMAND.meaning) if s.spec.command is None else None
     message = f"{s.wanted} pods are created"
-    return pod_creation.resolve_new_template(
+    resolved = pod_creation.resolve_new_template(
         s, choice, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
     )
+    if resolved.phase is Phase.FAILED and s.has_run:
+        # As where the API server rejects the pods of such a job: whoever runs the operator may allow them again, or
+        # the job is suspended once more and its template corrected.
+        return resolved.with_fields(phase=Phase.PENDING, stalled=True)
+    return resolved
 
 
 def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> Decision:

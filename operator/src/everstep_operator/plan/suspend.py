@@ -9,7 +9,16 @@ from everstep_operator.plan.actions import DeletePods, DeleteStaleObjects
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.plan_context import PlanContext
 
-_UNRESOLVED = frozenset({Reason.POOL_NOT_FOUND.value, Reason.UNKNOWN_FIELDS.value})
+_UNRESOLVED = frozenset(
+    {
+        Reason.POOL_NOT_FOUND.value,
+        Reason.NAMESPACE_NOT_ALLOWED.value,
+        Reason.NO_ON_DEMAND_POOL.value,
+        Reason.UNKNOWN_FIELDS.value,
+        Reason.NOT_PERMITTED.value,
+        Reason.INVALID_TEMPLATE.value,
+    }
+)
 
 
 def suspend_job(s: PlanContext) -> Decision:
