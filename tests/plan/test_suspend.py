@@ -10,7 +10,7 @@ import pytest
 from everstep_operator.api.job import Timeouts, TrainingJob, TrainingJobSpec
 from everstep_operator.api.status import ConditionType
 from everstep_operator.plan import make_plan
-from everstep_operator.plan.actions import CreatePods, DeletePods, DeleteStaleObjects
+from everstep_operator.plan.actions import Action, CreatePods, DeletePods, DeleteStaleObjects
 from everstep_operator.plan.observation import Rejection
 from everstep_operator.plan.plan_settings import PlanSettings
 from tests.builders import job
@@ -265,3 +265,23 @@ def test_a_job_that_has_run_and_is_allowed_no_more_at_its_resume_waits_and_can_b
         world.edit(suspend=False, pod_template=job().pod(serviceAccountName="team").build().spec.pod_template)
     world.settings = allowed
     world.run("Running")
+
+
+def test_a_job_that_waits_and_whose_template_is_lost_and_allowed_no_more_goes_on_waiting() -> None:
+    world = World(job().nodes(2).pod(serviceAccountName="team").build())
+    world.settings = PlanSettings(service_accounts=frozenset({"team"}))
+    world.refuse = lambda action: Rejection(action, "Quota", "exceeded quota") if is_set_made(action) else None
+    world.reconcile()
+    assert (world.phase, world.status.transitions[-1].reason) == ("Pending", "QuotaExceeded")
+    world.settings = PlanSettings()
+    world.config_maps.clear()
+    for _ in range(5):
+        world.tick(60)
+        world.reconcile()
+        assert world.phase == "Pending"
+    world.settings, world.refuse = PlanSettings(service_accounts=frozenset({"team"})), lambda _: None
+    world.run("Running")
+
+
+def is_set_made(action: Action) -> bool:
+    return isinstance(action, CreatePods)
