@@ -42,8 +42,8 @@ class Reason(StrEnum):
     )
     NOT_PERMITTED = (
         "NotPermitted",
-        "The pod template requests something that the operator's configuration does not allow. A job that had "
-        "pods before waits until that is allowed, or until it is suspended and its template corrected; others fail.",
+        "The pod template requests something that the operator's configuration does not allow. A job that was "
+        "allowed before waits until it is again, or until it is suspended and its template corrected; others fail.",
     )
     ADMISSION_REJECTED = (
         "AdmissionRejected",

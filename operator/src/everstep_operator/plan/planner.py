@@ -205,7 +205,7 @@ def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
         waiting = Decision(Phase.PENDING, Reason.UNKNOWN_FIELDS, pod_creation.describe_unknown_fields(s), stalled=True)
         return waiting.with_actions(pod_replacement.make_deletion(s.observed.ours, reason))
     choice = pool_selection.select_first_pool(s)
-    if choice.problem is not None and choice.problem[0] in pool_selection.FINAL_PROBLEMS and s.is_first_creation:
+    if choice.problem is not None and choice.problem[0] in pool_selection.FINAL_PROBLEMS and s.template is None:
         # Every pool that the job names exists and refuses it: nothing that will be here soon changes that.
         return _fail_job(s, *choice.problem)
     if choice.problem is not None:
@@ -217,9 +217,8 @@ def _resolve_template(s: PlanContext, reason: Reason) -> Decision:
     resolved = pod_creation.resolve_new_template(
         s, choice, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
     )
-    if resolved.phase is Phase.FAILED and not s.is_first_creation:
-        # As where the API server rejects the pods of such a job: whoever runs the operator may allow them again, or
-        # the job is suspended once more and its template corrected.
+    if resolved.phase is Phase.FAILED and s.template is not None:
+        # What was allowed once may be so again, and a wrong edit can be corrected: the job may have trained for weeks.
         return resolved.with_fields(phase=Phase.PENDING, stalled=True)
     return resolved
 
