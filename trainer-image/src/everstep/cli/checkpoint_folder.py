@@ -227,11 +227,7 @@ def _claim_store(store: Store) -> None:
     Raises:
         CheckpointError: Another job has used it: what this one publishes would never be chosen, or be mixed with that.
     """
-    from everstep.checkpoint.publish import attempts, fence
+    from everstep.checkpoint.publish import fence, publication
 
-    given = fence.get_given_attempt()
-    if given is not None:
-        identity = attempts.RunIdentity(attempts.get_own_job(), (attempts.identify_machine(),))
-        attempts.claim_for_job(store, identity.job)
-        attempts.check_not_superseded(store, given)
-        attempts.claim_given_attempt(store, given, identity)
+    if fence.get_given_attempt() is not None:
+        publication.claim_attempt(store)
