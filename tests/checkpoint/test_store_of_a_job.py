@@ -11,10 +11,12 @@ from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.format.keys import ATTEMPTS, Attempt
 from everstep.checkpoint.publish import attempts
-from everstep.checkpoint.publish.attempts import OWNER, RunIdentity, StoreTaken
+from everstep.checkpoint.publish.attempts import OWNER, RunIdentity, StoreTaken, Superseded
+from everstep.checkpoint.publish.copying import copy_checkpoint
 from everstep.checkpoint.publish.fence import explain_fence, get_given_attempt
 from everstep.checkpoint.publish.publisher import Publisher, publish_folder
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.store.posix import PosixStore
 
 
 def claim(store: Store, job: str, attempt: str) -> None:
@@ -92,6 +94,26 @@ def test_who_publishes_folders_in_another_jobs_store_is_refused(
         with pytest.raises(StoreTaken, match="job team/first, and this is job team/second"):
             Publisher(store, tmp_path, quiet=0, each="step-*").poll()
     assert [key.attempt.epoch for key in list_candidates(store)] == [1795712347]
+
+
+def test_a_job_that_is_older_than_what_was_copied_into_its_store_is_told_what_to_do(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "model").write_text("weights")
+    other = PosixStore(tmp_path / "of the first job")
+    for job, attempt in (("first", "1795719999.1"), ("second", "1795712347.1"), ("second", "1795720005.1")):
+        for name, value in (("JOB_NAMESPACE", "team"), ("JOB", job), ("ATTEMPT", attempt)):
+            monkeypatch.setenv(f"EVERSTEP_{name}", value)
+        if job == "first":
+            key = publish_folder(other, tmp_path / "files", step=1).key
+            copy_checkpoint(other, store, key)
+        elif attempt < "1795719999":
+            with pytest.raises(Superseded, match="a job has one that is deleted and applied again"):
+                publish_folder(store, tmp_path / "files", step=2)
+        else:
+            publish_folder(store, tmp_path / "files", step=2)
+    assert [key.step for key in list_candidates(store)] == [2, 1]
 
 
 def test_a_run_without_a_job_claims_no_store(store: Store) -> None:
