@@ -1,4 +1,4 @@
-"""What an adapter publishes goes into its own job's store: another job's is left alone, on all ranks."""
+"""Adapters publish into the store of their own job: another job's is left alone, on all ranks."""
 
 from __future__ import annotations
 
