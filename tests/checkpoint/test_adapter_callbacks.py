@@ -162,7 +162,8 @@ def train_a_trial(rank: int, store: Path, output: Path) -> None:
 
     class NotesTrial(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            state.is_hyper_param_search = bool(trainer.run)
+            if trainer.run:
+                state.is_hyper_param_search, state.trial_params = True, {"seed": 1}
 
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8))]
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
@@ -180,16 +181,21 @@ def train_a_trial(rank: int, store: Path, output: Path) -> None:
     trainer.train()  # no folder of these names is in the place of those that are published
     assert (output / "run-1" / "checkpoint-4").is_dir()
 
+    trainer.run = ""
+    trainer.args.max_steps = 6
+    trainer.train(resume_from_checkpoint=str(output / "run-1" / "checkpoint-4"))
+    assert trainer.state.is_hyper_param_search, "it comes with the folder"
+
     trainer.args.output_dir = str(output / "other")
     with pytest.raises(CheckpointError, match="give both the same folder"):
         trainer.train()
 
 
-def test_trials_of_a_search_are_not_published_and_publish_nothing_else_in_their_place(tmp_path: Path) -> None:
+def test_trials_of_a_search_are_not_published_and_who_goes_on_from_one_is(tmp_path: Path) -> None:
     ranks.run(1, train_a_trial, tmp_path / "store", tmp_path / "out")
     keys = list_candidates(PosixStore(tmp_path / "store"))
-    assert [key.step for key in keys] == [4, 2]
-    assert len({key.attempt for key in keys}) == 1
+    assert [key.step for key in keys] == [6, 4, 2]
+    assert len({key.attempt for key in keys if key.step <= 4}) == 1
 
 
 # ---- Lightning

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from everstep.checkpoint.catalog.candidates import list_candidates
 from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.format.keys import ATTEMPTS, Attempt
 from everstep.checkpoint.publish import attempts
-from everstep.checkpoint.publish.attempts import OWNER, RunIdentity, StoreTaken
+from everstep.checkpoint.publish.attempts import OWNER, RunIdentity, StoreTaken, Superseded
+from everstep.checkpoint.publish.copying import copy_checkpoint
 from everstep.checkpoint.publish.fence import explain_fence, get_given_attempt
+from everstep.checkpoint.publish.publisher import Publisher, publish_folder
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.store.posix import PosixStore
 
 
 def claim(store: Store, job: str, attempt: str) -> None:
@@ -58,6 +62,58 @@ def test_a_store_of_before_stores_had_jobs_is_that_of_its_last_one(store: Store,
     attempts.claim_for_job(store, "team/first")
     with pytest.raises(StoreTaken, match="job team/first"):
         attempts.claim_for_job(store, "team/old")
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["of now", "of before stores had jobs"])
+def test_who_is_refused_has_the_store_once_a_person_has_written_so_into_it(store: Store, is_named: bool) -> None:
+    store.put_if_absent(f"{ATTEMPTS}{Attempt(2, 1)}", json.dumps({"job": "team/first", "machines": []}).encode())
+    if is_named:
+        attempts.claim_for_job(store, "team/first")
+    with pytest.raises(StoreTaken, match=f"write team/second into {OWNER} in it"):
+        attempts.claim_for_job(store, "team/second")
+    store.replace(OWNER, b"team/second\n")  # as by echo
+    claim(store, "team/second", "1795719999.1")
+    with pytest.raises(StoreTaken, match="is the store of job team/second, and this is job team/first"):
+        attempts.claim_for_job(store, "team/first")
+
+
+def test_who_publishes_folders_in_another_jobs_store_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "model").write_text("weights")
+    for job, attempt in (("first", "1795712347.1"), ("second", "1795719999.1")):
+        for name, value in (("JOB_NAMESPACE", "team"), ("JOB", job), ("ATTEMPT", attempt)):
+            monkeypatch.setenv(f"EVERSTEP_{name}", value)
+        if job == "first":
+            publish_folder(store, tmp_path / "step-7")
+            continue
+        with pytest.raises(StoreTaken, match="job team/first, and this is job team/second"):
+            publish_folder(store, tmp_path / "step-7")
+        (tmp_path / "step-7" / "model").write_text("others")
+        with pytest.raises(StoreTaken, match="job team/first, and this is job team/second"):
+            Publisher(store, tmp_path, quiet=0, each="step-*").poll()
+    assert [key.attempt.epoch for key in list_candidates(store)] == [1795712347]
+
+
+def test_a_job_that_is_older_than_what_was_copied_into_its_store_is_told_what_to_do(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "model").write_text("weights")
+    other = PosixStore(tmp_path / "of the first job")
+    for job, attempt in (("first", "1795719999.1"), ("second", "1795712347.1"), ("second", "1795720005.1")):
+        for name, value in (("JOB_NAMESPACE", "team"), ("JOB", job), ("ATTEMPT", attempt)):
+            monkeypatch.setenv(f"EVERSTEP_{name}", value)
+        if job == "first":
+            key = publish_folder(other, tmp_path / "files", step=1).key
+            copy_checkpoint(other, store, key)
+        elif attempt < "1795719999":
+            with pytest.raises(Superseded, match="a job has one that is deleted and applied again"):
+                publish_folder(store, tmp_path / "files", step=2)
+        else:
+            publish_folder(store, tmp_path / "files", step=2)
+    assert [key.step for key in list_candidates(store)] == [2, 1]
 
 
 def test_a_run_without_a_job_claims_no_store(store: Store) -> None:

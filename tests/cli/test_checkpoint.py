@@ -332,6 +332,28 @@ def test_a_store_that_another_job_has_used_is_refused_before_the_program_starts(
     assert (done.returncode, "is the store of job team/a, and" in done.stderr) == (1, True), done.stderr
 
 
+def test_a_pod_that_does_not_publish_restores_no_files_of_another_job(
+    everstep: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no attempt: it may be of an earlier epoch than the one that publishes."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("of the first job")
+    for job, attempt in (("team/a/1", "1795712348.0"), ("team/a/1", ""), ("team/b/2", "")):
+        monkeypatch.setenv("EVERSTEP_JOB", job)
+        monkeypatch.setenv("EVERSTEP_GENERATION", "0")
+        monkeypatch.setenv("EVERSTEP_ATTEMPT", attempt)
+        if attempt:
+            assert everstep("checkpoint", "publish", "model", "store").returncode == 0
+            continue
+        into = job.replace("/", "-")
+        done = everstep("checkpoint", "restore", "store", into, "--if-any", "--if-empty", "--resume")
+        if job == "team/a/1":
+            assert (tmp_path / into / "weights").read_text() == "of the first job", done.stderr
+        else:
+            assert (done.returncode, "is the store of job team/a, and" in done.stderr) == (1, True), done.stderr
+            assert not (tmp_path / into).exists()
+
+
 @pytest.mark.parametrize("command", ["restore s3://b/run back --wait 600", "publish back s3://b/run --watch"])
 def test_whoever_waits_for_a_store_ends_when_it_is_told_to(tmp_path: Path, command: str) -> None:
     """A pod that is deleted meanwhile is not kept for its whole grace."""

@@ -62,8 +62,13 @@ def test_the_folder_is_restored_before_the_program_starts_and_published_beside_i
 def test_only_the_first_pod_publishes() -> None:
     frozen = resolve(job().nodes(2).spec(checkpoint={**POLICY, "volume": SHARED}))
     assert list(containers(frozen, 1)) == ["everstep-restore", "trainer"]
-    assert "--resume" in containers(frozen)["everstep-restore"]["command"]
-    assert "--resume" not in containers(frozen, 1)["everstep-restore"]["command"], "it claims no store"
+    first, second = (containers(frozen, index)["everstep-restore"] for index in (0, 1))
+    assert first["command"] == second["command"], "no pod restores another job's files"
+    assert second["command"][-1] == "--resume"
+    assert {each["name"] for each in first["env"]} - {each["name"] for each in second["env"]} == {
+        "EVERSTEP_EPOCH",
+        "EVERSTEP_ATTEMPT",
+    }, "who does not publish has no attempt"
     assert isinstance(frozen, FrozenTemplate)
     (volume,) = (each for each in frozen.pod["spec"]["volumes"] if each["name"] == "everstep-checkpoints")
     assert volume["persistentVolumeClaim"] == SHARED["persistentVolumeClaim"]

@@ -26,7 +26,7 @@ _COMMAND = ("python3", "-m", "everstep.cli", "checkpoint")
 _AMOUNTS = {"cpu": "500m", "memory": "512Mi"}
 # A store that is unavailable for a moment fails no start; what lasts longer is told in the status.
 _OUTAGE_SECONDS = 120
-# Of another job that has used the store the attempts are later ones: nothing of this one would ever be restored.
+# No pod restores another job's files: where pods share a volume, they would be there once the store is put right.
 _CLAIM = "--resume"
 # The first half of the fencing token is the pod's epoch. Ranks that start again in place go on in one folder.
 _GENERATION = {"name": "EVERSTEP_GENERATION", "value": "0"}
@@ -51,8 +51,8 @@ def build_folder_containers(job: TrainingJob) -> list[dict[str, Any]]:
     if policy is None or policy.folder is None or policy.store is None:
         return []
     said, files = policy.folder, f"{_PLACE}/{_SUBFOLDER}"
-    restore = [*_COMMAND, "restore", policy.store, files, "--if-any", "--if-empty", "--wait", str(_OUTAGE_SECONDS)]
-    restore.append(_CLAIM)
+    wait = ("--wait", str(_OUTAGE_SECONDS))
+    restore = [*_COMMAND, "restore", policy.store, files, "--if-any", "--if-empty", *wait, _CLAIM]
     meta = job.metadata
     identity = {"name": "EVERSTEP_JOB", "value": f"{meta.namespace or ''}/{meta.name}/{meta.uid}"}
     publish = [*_COMMAND, "publish", files, policy.store, "--watch", "--keep-last", str(policy.keep_last)]
@@ -104,20 +104,15 @@ def select_folder_containers(
         epoch: The epoch in which it is made.
         attempt_base: What is added to it in the store, see `agent_config.find_attempt_base`; 0: nothing.
     """
-    kept = [each for each in containers if index == 0 or each["name"] != PUBLISHER]
+    # Who publishes has an attempt; another pod may be of an earlier epoch, and claims the store for the job alone.
+    if index != 0:
+        return [each for each in containers if each["name"] != PUBLISHER]
     token = [{"name": EPOCH_VARIABLE, "value": str(epoch)}]
     if attempt_base:
         token.append({"name": "EVERSTEP_ATTEMPT", "value": f"{attempt_base + epoch}.0"})
     ours = (RESTORER, PUBLISHER)
-    told = [{**each, "env": [*(each.get("env") or ()), *token]} if each["name"] in ours else each for each in kept]
-    if index == 0:
-        return told
-    # Who publishes claims the store; another pod may be of an earlier epoch.
     return [
-        {**each, "command": [word for word in each.get("command") or () if word != _CLAIM]}
-        if each["name"] == RESTORER
-        else each
-        for each in told
+        {**each, "env": [*(each.get("env") or ()), *token]} if each["name"] in ours else each for each in containers
     ]
 
 

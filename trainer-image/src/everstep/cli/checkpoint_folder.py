@@ -222,16 +222,14 @@ def _end_at_term() -> Iterator[None]:
 
 
 def _claim_store(store: Store) -> None:
-    """Claim the store for the job that runs this.
+    """Claim the store for the job that runs this; with the attempt, where this pod has one, as the one that publishes.
 
     Raises:
         CheckpointError: Another job has used it: what this one publishes would never be chosen, or be mixed with that.
     """
-    from everstep.checkpoint.publish import attempts, fence
+    from everstep.checkpoint.publish import attempts, fence, publication
 
-    given = fence.get_given_attempt()
-    if given is not None:
-        identity = attempts.RunIdentity(attempts.get_own_job(), (attempts.identify_machine(),))
-        attempts.claim_for_job(store, identity.job)
-        attempts.check_not_superseded(store, given)
-        attempts.claim_given_attempt(store, given, identity)
+    if fence.get_given_attempt() is not None:
+        publication.claim_attempt(store)
+    else:
+        attempts.claim_for_job(store, attempts.get_own_job())

@@ -101,9 +101,9 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""
         self._hand_over()
-        # Rank 0 says it for all: others may not know of a trial. Its folders lie in one of the trial's own, and no
-        # training goes on from them: what has their names in `output_dir` is of another training.
-        if self._published.hear_first(bool(getattr(state, "is_hyper_param_search", False))):
+        # Rank 0 says it for all: others may not know of a trial. Its folders lie in one of the trial's own: what has
+        # their names in `output_dir` is of another training.
+        if self._published.hear_first(_is_of_trial(state)):
             if state.is_world_process_zero and not self._told_of_trials:
                 _log.warning("what trials of hyperparameter_search() save is not published")
             self._told_of_trials = True
@@ -179,6 +179,14 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         new = path / f".everstep-{secrets.token_hex(4)}"
         new.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         new.replace(path / TRAINER_STATE_NAME)
+
+
+def _is_of_trial(state: Any) -> bool:
+    """Tell whether a training is a trial of a search.
+
+    Not by `is_hyper_param_search`, which a training that goes on from a trial's folder has from there.
+    """
+    return getattr(state, "trial_params", None) is not None
 
 
 def _read_state(path: Path) -> dict[str, Any]:

@@ -19,13 +19,13 @@ from everstep.checkpoint.catalog.candidates import list_candidates, read_index, 
 from everstep.checkpoint.catalog.needed_checkpoints import read_needs
 from everstep.checkpoint.catalog.selection import NoSuchStep
 from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, verify_and_mark
-from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, WriterConflict, is_damage
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, StoreError, WriterConflict, is_damage
 from everstep.checkpoint.events import Callback, CheckpointEvent, Events
 from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.format.manifest import Manifest
-from everstep.checkpoint.publish import attempts, fence, folder
+from everstep.checkpoint.publish import fence, folder
 from everstep.checkpoint.publish.folder import NoFolder
-from everstep.checkpoint.publish.publication import may_not_publish
+from everstep.checkpoint.publish.publication import claim_attempt, may_not_publish
 from everstep.checkpoint.ranks import topology
 from everstep.checkpoint.ranks.host_group import open_host_group
 from everstep.checkpoint.restore.restorer import NoGoodCheckpoint
@@ -72,6 +72,7 @@ class Published:
         self._keep_last: int = check_argument("keep_last", asked["keep_last"])
         self._finish_timeout = finish_timeout
         self._training = _Training()
+        self._is_claimed = False  # of a run that was given its attempt
         self._group: RankGroup | None = None
         self._events = Events() if events is None else events
         self._background = BackgroundPublisher(self._events.emit)
@@ -95,16 +96,18 @@ class Published:
     def see(self, path: Path, *, own: str) -> None:
         """Wait until rank 0 sees every file that the ranks have written to `path`, before it publishes them.
 
-        All ranks call it.
+        All ranks call it. The first time it sees, too, that the store is this job's.
 
         Args:
             path: The folder that all ranks have written to.
             own: A pattern for names of files that rank 0 need not see.
 
         Raises:
-            CheckpointError: On all ranks, when rank 0 does not see other files in time.
+            CheckpointError: On all ranks, when rank 0 does not see other files in time, or another job or a later
+                attempt has the store.
         """
         group = self._all()
+        group.run_on_first_rank(self._claim)
         group.gather(None)  # all have written
         mine = {name for name in _list_files(path) if not fnmatch(name, own)}
         until = time.monotonic() + _STALE
@@ -134,7 +137,11 @@ class Published:
             step: Its step.
             needed: Another folder and its step, without which this one is worth nothing. It is stored before this one,
                 if it is not in the store yet, and stays there as long as this one.
+
+        Raises:
+            StoreTaken, Superseded, AttemptTaken: At the first folder: this run is not to save in the store.
         """
+        self._claim()
         if step < self._training.submitted:
             self._training = _Training()
         self._training.submitted = step
@@ -148,6 +155,19 @@ class Published:
             self._background.submit(path, step, publish, None if known else other)
         except CheckpointError as error:
             self._events.emit(CheckpointEvent("failed", details={"step": step}, why=str(error)))
+
+    def _claim(self) -> None:
+        """Claim the store for a run that was given its attempt, before anything is handed over.
+
+        All that it saved would be lost, or would take the place of another job's.
+        """
+        if self._is_claimed or fence.get_given_attempt() is None:
+            return
+        try:
+            claim_attempt(self.store)
+            self._is_claimed = True
+        except StoreError as error:  # ends no training: nothing is stored before it is claimed
+            _log.warning("whose store it is is not known yet: %s", error)
 
     def begin_training(self) -> None:
         """Note that a training begins: what it saves is its own, whatever steps one before it has saved that ended with
@@ -288,7 +308,7 @@ class Published:
         given = fence.get_given_attempt()
         while True:
             if training.attempt is None:
-                training.attempt = given or attempts.claim_next_attempt(self.store)
+                training.attempt = claim_attempt(self.store)
             key = Key(training.attempt, step)
             try:
                 fenced = partial(may_not_publish, self.store, key)

@@ -110,18 +110,18 @@ def claim_for_job(store: Store, job: str) -> None:
         if not owner or is_same_job(owner, job):
             if store.put_if_absent(OWNER, job.encode()):
                 return
-            owner = store.read(OWNER).decode()
+            owner = store.read(OWNER).decode().strip()
     if not is_same_job(owner, job):
         raise StoreTaken(
             f"{store.url} is the store of job {owner}, and this is job {job}: give each job a store of its own. To go "
             "on from what that job has saved, copy it there first (everstep checkpoint copy). If that job is gone for "
-            f"good, and this one is to have its store, delete {OWNER} in it"
+            f"good, and this one is to have its store, write {job} into {OWNER} in it"
         )
 
 
 def _read_owner(store: Store) -> str | None:
     try:
-        return store.read(OWNER).decode()
+        return store.read(OWNER).decode().strip()  # a person who writes it leaves a line break
     except Missing:
         return None
 
@@ -144,6 +144,25 @@ def identify_machine() -> str:
     with suppress(OSError):
         return _BOOT.read_text().strip()
     return socket.gethostname()
+
+
+def claim_store(store: Store, given: Attempt, identity: RunIdentity) -> None:
+    """Claim a store for a run that was given its attempt: for its job, and the attempt for the run itself.
+
+    Args:
+        store: Where the run saves.
+        given: Its attempt.
+        identity: Who it is.
+
+    Raises:
+        StoreTaken: The store is another job's.
+        Superseded: A later attempt has it.
+        AttemptTaken: Another run was given the same one.
+        StoreError: The store cannot be asked.
+    """
+    claim_for_job(store, identity.job)
+    check_not_superseded(store, given)
+    claim_given_attempt(store, given, identity)
 
 
 def claim_given_attempt(store: Store, attempt: Attempt, identity: RunIdentity) -> None:
@@ -193,7 +212,8 @@ def check_not_superseded(store: Store, attempt: Attempt) -> None:
     if greatest is not None and greatest > attempt:
         raise Superseded(
             f"{store.url} belongs to attempt {greatest}, this run is attempt {attempt}: another run has used this "
-            "store, or is using it; give each job a place of its own"
+            "store, or is using it; give each job a place of its own. If that run has ended, or was copied here, and "
+            "this one is to go on from it, begin as a later attempt: a job has one that is deleted and applied again"
         )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from everstep.checkpoint.catalog.manifests import read_manifest
 from everstep.checkpoint.errors import CheckpointError, WriterConflict
 from everstep.checkpoint.format.checksum import DEFAULT, compute_checksum
-from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.format.manifest import (
     HEADER,
     CheckpointPart,
@@ -46,6 +46,24 @@ class WholeTensor:
     shape: tuple[int, ...]
     size: int
     read: Callable[[], Iterable[bytes | memoryview]]
+
+
+def claim_attempt(store: Store) -> Attempt:
+    """Claim the attempt of a process that writes checkpoints alone: the one that it was given, or the next.
+
+    Args:
+        store: Where to. One that is given its attempt claims the store for its job too.
+
+    Raises:
+        StoreTaken, Superseded, AttemptTaken: It is not to write there: see attempts.claim_store().
+        StoreError: The store cannot be asked.
+    """
+    given = fence.get_given_attempt()
+    if given is None:
+        return attempts.claim_next_attempt(store)
+    machines = (attempts.identify_machine(),)
+    attempts.claim_store(store, given, attempts.RunIdentity(attempts.get_own_job(), machines))
+    return given
 
 
 def write_checkpoint(

@@ -21,9 +21,9 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, StoreE
 from everstep.checkpoint.events import Callback, CheckpointEvent
 from everstep.checkpoint.format.keys import MOST_DIGITS, Attempt, Key
 from everstep.checkpoint.format.manifest import Manifest
-from everstep.checkpoint.publish import attempts, fence, folder
+from everstep.checkpoint.publish import folder
 from everstep.checkpoint.publish.folder import Changed, Contents
-from everstep.checkpoint.publish.publication import may_not_publish
+from everstep.checkpoint.publish.publication import claim_attempt, may_not_publish
 from everstep.checkpoint.retention import retention
 from everstep.checkpoint.store.base import Store
 
@@ -211,7 +211,7 @@ class Publisher:
 
     def _key(self, path: Path) -> Key:
         if self._attempt is None:
-            self._attempt = fence.get_given_attempt() or attempts.claim_next_attempt(self.store)
+            self._attempt = claim_attempt(self.store)
         return Key(self._attempt, self._newest + 1 if self.each is None else step_of(path) or 0)
 
     def _tidy(self, key: Key, keep_last: int) -> None:
@@ -249,5 +249,5 @@ def publish_folder(
     if step is None:
         newest = _newest_good(store)
         step = newest.key.step + 1 if newest else 0
-    key = Key(fence.get_given_attempt() or attempts.claim_next_attempt(store), step)
+    key = Key(claim_attempt(store), step)
     return folder.save_folder(store, key, path, fenced=partial(may_not_publish, store, key), on_bytes=on_bytes)

@@ -162,9 +162,7 @@ def claim_attempt(
         return str(attempts.claim_next_attempt(store)), attempts.run_of(store)
     run = ""
     try:
-        attempts.claim_for_job(store, identity.job)
-        attempts.check_not_superseded(store, given)
-        attempts.claim_given_attempt(store, given, identity)
+        attempts.claim_store(store, given, identity)
         _check_goes_on(store, given, restored)
         run = attempts.run_of(store)
     except StoreError as error:
