@@ -329,7 +329,7 @@ def test_a_copy_that_does_not_end_is_waited_for_within_a_bound(cuda: Runtime) ->
 # ---- the end
 
 
-def test_after_close_steps_are_not_held_up(cuda: Runtime) -> None:
+def test_after_close_steps_are_not_container_wait(cuda: Runtime) -> None:
     param, optimizer = trained()
     staging = choose_staging([param])
     staging.copy([torch.zeros(4)], [param.detach()], [True])

@@ -279,18 +279,24 @@ class BusyMachine(Clock):
 
 
 def test_at_the_end_of_a_busy_machine_what_is_still_waiting_is_published(store: Store, watched: Path) -> None:
-    publisher = Publisher(store, watched, quiet=5, clock=BusyMachine())
+    told: list[CheckpointEvent] = []
+    publisher = Publisher(store, watched, quiet=5, clock=BusyMachine(), tell=told.append)
     (watched / "model").write_text("last")
     stop = threading.Event()
     stop.set()
     publisher.run(stop, every=0.01)
     assert steps(store) == [0]
+    assert [event.name for event in told] == ["saved"]
 
 
-def test_what_is_not_complete_at_the_end_is_told(store: Store, watched: Path) -> None:
+@pytest.mark.parametrize("marker", ["DONE", None])
+def test_what_is_not_complete_at_the_end_is_told(store: Store, watched: Path, marker: str | None) -> None:
+    """No marker comes, or not what a link leads to."""
     told: list[CheckpointEvent] = []
-    publisher = Publisher(store, watched, marker="DONE", quiet=0.01, tell=told.append)
-    (watched / "model").write_text("no marker comes")
+    publisher = Publisher(store, watched, marker=marker, quiet=0.01, tell=told.append)
+    (watched / "weights").write_text("1")
+    if marker is None:
+        (watched / "model").symlink_to("elsewhere")
     stop = threading.Event()
     stop.set()
     publisher.run(stop, every=0.01)

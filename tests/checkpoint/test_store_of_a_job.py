@@ -109,7 +109,7 @@ def test_a_job_that_is_older_than_what_was_copied_into_its_store_is_told_what_to
             key = publish_folder(other, tmp_path / "files", step=1).key
             copy_checkpoint(other, store, key)
         elif attempt < "1795719999":
-            with pytest.raises(Superseded, match="a job has one that is deleted and applied again"):
+            with pytest.raises(Superseded, match="as a later attempt: delete the job and apply it again"):
                 publish_folder(store, tmp_path / "files", step=2)
         else:
             publish_folder(store, tmp_path / "files", step=2)

@@ -151,15 +151,15 @@ def test_deleting_counts_from_the_request_not_from_the_end_of_the_grace() -> Non
 
 def test_what_cannot_be_started_is_told_of_init_containers_and_the_trainer_alone() -> None:
     pod = raw(state={"waiting": {"reason": "PodInitializing"}})
-    assert parse_pod(pod).held_up == ""
+    assert parse_pod(pod).container_wait == ""
     waits = {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "s3" not found'}}
     pod["status"]["initContainerStatuses"] = [{"name": "fetch", "state": waits}]
-    assert parse_pod(pod).held_up == 'init container fetch: CreateContainerConfigError secret "s3" not found'
-    assert parse_pod(raw(state=waits)).held_up == 'CreateContainerConfigError secret "s3" not found'
+    assert parse_pod(pod).container_wait == 'init container fetch: CreateContainerConfigError secret "s3" not found'
+    assert parse_pod(raw(state=waits)).container_wait == 'CreateContainerConfigError secret "s3" not found'
     pod = raw(state={"running": {"startedAt": AT}})
     pod["status"]["containerStatuses"].append({"name": "exporter", "state": waits})
     pod["status"]["initContainerStatuses"] = [{"name": "proxy", "state": waits}]
-    assert parse_pod(pod).held_up == "", "what runs beside the trainer does not keep it from starting"
+    assert parse_pod(pod).container_wait == "", "what runs beside the trainer does not keep it from starting"
 
 
 def test_waiting_and_unschedulable_say_why() -> None:

@@ -40,7 +40,7 @@ def test_the_last_pod_that_gets_its_node_does_not_wait_though_none_is_started() 
     "trouble",
     [
         {"unschedulable": "0/3 nodes"},
-        {"held_up": "ImagePullBackOff"},
+        {"container_wait": "ImagePullBackOff"},
         {"deleting_since": 5.0},
         {"disruption": "PreemptionByScheduler"},
         {"ended": ContainerEnd(1, None, "Error", "", 4.0)},

@@ -175,7 +175,7 @@ def test_a_job_that_gives_its_nodes_back_again_and_again_waits_as_long_as_it_may
 
 
 def hold_up(world: World, name: str, why: str) -> None:
-    world.pods[name] = replace(world.pods[name], held_up=why)
+    world.pods[name] = replace(world.pods[name], container_wait=why)
 
 
 def test_a_pod_whose_image_does_not_come_is_told_at_once_and_once() -> None:

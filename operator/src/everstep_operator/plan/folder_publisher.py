@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from everstep.agent.ranks.container_contract import name_attempt
 from everstep_operator.api.checkpoint import FOLDER
 from everstep_operator.api.job import SETTABLE_VARIABLES, TrainingJob
 from everstep_operator.plan.observation import EPOCH_VARIABLE
@@ -108,8 +109,8 @@ def select_folder_containers(
     if index != 0:
         return [each for each in containers if each["name"] != PUBLISHER]
     token = [{"name": EPOCH_VARIABLE, "value": str(epoch)}]
-    if attempt_base:
-        token.append({"name": "EVERSTEP_ATTEMPT", "value": f"{attempt_base + epoch}.0"})
+    if (attempt := name_attempt(attempt_base, epoch, int(_GENERATION["value"]))) is not None:
+        token.append({"name": "EVERSTEP_ATTEMPT", "value": attempt})
     ours = (RESTORER, PUBLISHER)
     return [
         {**each, "env": [*(each.get("env") or ()), *token]} if each["name"] in ours else each for each in containers

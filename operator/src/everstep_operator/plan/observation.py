@@ -99,7 +99,7 @@ class PodView:
     deletion_grace: int = 0  # seconds; 0 also where the API server knew that all of it had ended
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
-    held_up: str = ""  # why one of its containers cannot be started: an image, a Secret …
+    container_wait: str = ""  # why one of its containers cannot be started: an image, a Secret …
     disruption: str | None = None  # reason of a true DisruptionTarget condition
     gone_since: float | None = None  # when its node was removed from the cluster, or died (`Observation.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
@@ -301,7 +301,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         deletion_grace=_as_integer(meta.get("deletionGracePeriodSeconds"), 0),
         waiting_reason=clip_text(waiting.get("reason"), 128),
         waiting_message=clip_text(waiting.get("message")),
-        held_up=clip_text(find_container_wait(status, TRAINER_CONTAINER)),
+        container_wait=clip_text(find_container_wait(status, TRAINER_CONTAINER)),
         disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
         token_secret=find_token_secret(spec),
         avoids=list_excluded_nodes(spec) if scheduled_at is None else frozenset(),

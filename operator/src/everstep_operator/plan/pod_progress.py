@@ -30,7 +30,7 @@ def is_one_step(old: PodView | None, new: PodView | None, unbound: int, unstarte
         unbound: Pods of the set that have no node now.
         unstarted: Pods of the set that were not started until now.
     """
-    if new is None or new.index == 0 or not unstarted or new.held_up:
+    if new is None or new.index == 0 or not unstarted or new.container_wait:
         return False
     if old is None:
         return new == replace(

@@ -97,8 +97,8 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
 def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]:
     """Return events of what may go wrong in any phase."""
     events = []
-    ready, was_ready = new.condition(ConditionType.READY), s.status.condition(ConditionType.READY)
-    if ready is not None and ready.reason == Reason.CONTAINER_WAITING != (was_ready and was_ready.reason):
+    last, ready = (status.condition(ConditionType.READY) for status in (s.status, new))
+    if ready is not None and ready.reason == Reason.CONTAINER_WAITING and (last is None or last.reason != ready.reason):
         events.append(JobEvent("Warning", ready.reason, ready.message[:1024]))
     before, nodes = (status.condition(ConditionType.NODES_HEALTHY) for status in (s.status, new))
     if nodes is not None and nodes.status == "False" and (before is None or before.reason != nodes.reason):

@@ -126,11 +126,11 @@ def _is_backing_off(s: PlanContext) -> bool:
 
 def describe_container_wait(s: PlanContext) -> str:
     """Return which pod cannot start, why, and how many more; nothing if all only take their time."""
-    held = [pod for pod in s.live if pod.held_up and not pod.running]
+    held = [pod for pod in s.live if pod.container_wait and not pod.running]
     if not held:
         return ""
     more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
-    return f"{held[0].name}{more} cannot start: {held[0].held_up}"
+    return f"{held[0].name}{more} cannot start: {held[0].container_wait}"
 
 
 def _describe_unschedulable(s: PlanContext) -> str:

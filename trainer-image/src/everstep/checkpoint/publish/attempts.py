@@ -213,7 +213,7 @@ def check_not_superseded(store: Store, attempt: Attempt) -> None:
         raise Superseded(
             f"{store.url} belongs to attempt {greatest}, this run is attempt {attempt}: another run has used this "
             "store, or is using it; give each job a place of its own. If that run has ended, or was copied here, and "
-            "this one is to go on from it, begin as a later attempt: a job has one that is deleted and applied again"
+            "this one is to go on from it, begin as a later attempt: delete the job and apply it again"
         )
 
 

@@ -117,7 +117,7 @@ class Publisher:
             time.sleep(every if self._unavailable else min(every, self.quiet))
             self.poll()
         if self._waiting:
-            why = f"{self.watched} holds what is not published, and nobody waits for it any more"
+            why = f"{self.watched} holds files that were not complete, or that the store did not take, at the end"
             self.tell(CheckpointEvent("skipped", why=why))
 
     def poll(self) -> list[Manifest]:
@@ -129,11 +129,13 @@ class Publisher:
                 contents = Contents.of(path)
                 if not contents.files or contents == self._published.get(path):
                     continue
-                self._waiting = True
                 if self._complete(path, contents):
                     done.append(self._publish(path, contents))
+                else:
+                    self._waiting = True
             except (Changed, FileNotFoundError):
                 # It is being written, or was removed: it is looked at again.
+                self._waiting = True
                 self._seen.pop(path, None)
             except WriterConflict as error:
                 # What was complete first is this step's state; the others still get theirs.
@@ -143,7 +145,7 @@ class Publisher:
             except StoreError as error:
                 if not error.may_pass:
                     raise
-                self._unavailable = True
+                self._waiting = self._unavailable = True
                 self.tell(CheckpointEvent("failed", why=str(error)))
         return done
 
