@@ -212,3 +212,28 @@ def test_a_pod_whose_image_comes_after_all_starts_as_any_other() -> None:
     ready = world.status.condition(ConditionType.READY)
     assert ready is not None
     assert ready.reason == "Running"
+
+
+def test_a_replacement_whose_image_does_not_come_is_told_and_what_was_lost_stays_its_charge() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.vanish(1)
+    world.lead()
+    world.reconcile()
+    world.bind()
+    name = next(pod.name for pod in world.pods.values() if pod.index == 1)
+    lost = world.status.transitions[-1].reason
+    hold_up(world, name, "ImagePullBackOff the registry denies access")
+    made = world.reconcile()
+    ready = world.status.condition(ConditionType.READY)
+    assert ready is not None
+    assert (world.phase, ready.reason) == ("Restarting", "ContainerWaiting")
+    assert [event.reason for event in made.events if event.type == "Warning"] == ["ContainerWaiting"]
+    assert world.status.transitions[-1].reason == lost, "the restart is charged by it"
+    assert world.reconcile().events == ()
+    hold_up(world, name, "")
+    world.reconcile()
+    ready = world.status.condition(ConditionType.READY)
+    assert ready is not None
+    assert ready.reason == lost
+    assert "denies" not in ready.message
+    world.run("Running")

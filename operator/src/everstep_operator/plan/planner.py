@@ -230,6 +230,8 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     decision = _determine_phase(s, account).with_fields(restarts=account.restarts)
     if begun.message and decision.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING):
         decision = decision.with_fields(reason=Reason.START_FAILED, message=begun.message)
+    elif decision.phase is Phase.RESTARTING and (text := timeouts.describe_container_wait(s)):
+        decision = decision.with_fields(reason=Reason.CONTAINER_WAITING, message=text)
     kept = pod_replacement.describe_kept_pod(s)
     if kept is not None and decision.phase in FORMING_PHASES and decision.reason not in gang.BLOCKED_REASONS:
         decision = decision.with_fields(message=kept[1])
@@ -339,8 +341,12 @@ def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, st
 
 
 def _open_phase_message(s: PlanContext) -> str:
-    """Return the message that goes with the open phase: Ready carries it."""
-    return s.status.conditions[0].message if s.status.conditions else ""
+    """Return the message that goes with the open phase: Ready carries it, unless it told of a container that waited."""
+    if s.open is None or not s.status.conditions:
+        return ""
+    ready = s.status.conditions[0]
+    waited = ready.reason == Reason.CONTAINER_WAITING and s.open.reason != ready.reason
+    return parse_reason(s.open.reason).meaning if waited else ready.message
 
 
 def _fail_job(s: PlanContext, reason: Reason, message: str) -> Decision:
