@@ -55,7 +55,7 @@ class Crowd:
             "distribution": {"kind": "torch"},
             "restart": {"application": 3, "maxBackoffSeconds": 60},
             "fencing": "checkpoint",
-            "fenceTimeoutSeconds": 40,
+            "fenceTimeoutSeconds": 35,
             "stopGraceSeconds": 5,
             "restartGraceSeconds": 5,
             "service": "",

@@ -122,7 +122,7 @@ def test_a_node_that_is_not_heard_for_less_than_the_fence_timeout_is_no_hang() -
     bench: Bench = running(hang_timeout=30.0)
     steps = [step(rank, 7) for rank in range(4)]
     bench.leader.take_heartbeat(bench.now, 1, 1, steps)
-    end = bench.now + 38.0
+    end = bench.now + bench.leader.config.fence_timeout - 2.0
     while bench.now < end:
         bench.now += 1.0
         bench.leader.note_sign_of_life(bench.now, 0)

@@ -98,7 +98,7 @@ class Node:
                 "hyperparameters": {"epochs": "10"},
                 "restart": {"application": 3, "maxBackoffSeconds": 60},
                 "fencing": "checkpoint",
-                "fenceTimeoutSeconds": 40,
+                "fenceTimeoutSeconds": 35,
                 "stopGraceSeconds": 110,
                 "restartGraceSeconds": 5,
                 "instanceType": "on-demand",

@@ -80,7 +80,7 @@ class OperatorSettings(BaseModel):
     """For an operator outside of a cluster; default: the pod's service account, else $KUBECONFIG."""
     cluster_domain: str = "cluster.local"
     agent_port: int = Field(8470, ge=1, le=65535)
-    fence_timeout: float = Field(40.0, ge=5)
+    fence_timeout: float = Field(35.0, ge=5)
     """How long a leader that nobody renews may go on publishing checkpoints."""
     node_silence: Annotated[float, AfterValidator(_limit_silence)] = 20.0
     """How long the kubelet of a silent agent's node must not have renewed the node's Lease (it does every 10 s) until

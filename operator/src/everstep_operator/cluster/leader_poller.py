@@ -89,7 +89,7 @@ class LeaderPoller:
         self,
         changed: Callable[[Key, float], None],
         *,
-        fence_timeout: float = 40.0,
+        fence_timeout: float = 35.0,
         limit: int = 1000,
         clock: Callable[[], float] = time.time,
     ) -> None:

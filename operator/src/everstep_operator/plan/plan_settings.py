@@ -22,7 +22,7 @@ class PlanSettings:
     previous_keys: tuple[bytes, ...] = field(default=(), repr=False)  # by which earlier ones still hold
     cluster_domain: str = "cluster.local"
     agent_port: int = 8470
-    fence_timeout: float = 40.0
+    fence_timeout: float = 35.0
     termination_grace: int = 120  # seconds, unless the template says otherwise
     # Seconds until pods of an unreachable node are evicted. Their ranks may well train on meanwhile: a kubelet that is
     # updated is back within minutes, and an eviction that nobody confirms frees no node before.
