@@ -51,6 +51,29 @@ def test_progress_without_a_total_is_a_step() -> None:
     assert "step 7\n" in "\n".join(line.rstrip() for line in shown({"progress": {"step": 7}}).splitlines())
 
 
+def test_the_newest_checkpoint_and_what_was_restored_are_told() -> None:
+    checkpoint = {
+        "step": 1760,
+        "time": "2026-01-01T11:59:48Z",
+        "bytes": 5_284_932,
+        "failedSaves": 2,
+        "restored": {"id": "1.2", "step": 380, "tier": "peer", "seconds": 0.047, "lostSteps": 12, "passedOver": 1},
+    }
+    text = " ".join(shown({"checkpoint": checkpoint}).split())
+    assert "checkpoint step 1760, 12s ago, 5.0 MiB, 2 saves failed since" in text
+    assert (
+        "restored step 380 from another node's memory in 0.05 s, past 1 newer ones that are damaged; "
+        "12 steps trained again" in text
+    )
+
+
+def test_a_job_that_has_saved_nothing_yet_has_no_line_of_checkpoints() -> None:
+    text = shown({"checkpoint": {"failedSaves": 0, "lostSteps": 0, "restored": {"id": "1.1", "step": 0}}})
+    assert "checkpoint " not in text.replace("no checkpoint", "")
+    assert "restored  nothing: there was no checkpoint" in " ".join(text.split(" ")).replace("    ", "  ")
+    assert "3 saves failed" in shown({"checkpoint": {"failedSaves": 3}})
+
+
 def test_restarts_are_told_by_who_pays() -> None:
     text = shown(
         {"restarts": {"application": 1, "preemption": 2}}, {"restart": {"application": 3, "infrastructure": 20}}

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from everstep.cli.cluster import FINISHED_PHASES, ApiObject
 from everstep.cli.terminal import format_duration, parse_time
+from everstep.cli.transfer import format_size
 
 if TYPE_CHECKING:
     from everstep_operator.plan.node_failures import NodeFailure
@@ -29,12 +30,17 @@ PHASE_STYLES = {
 # In the order in which a job goes through them.
 SECONDS = ("pending", "scheduling", "starting", "running", "recovering")
 LOG_TAIL_LINES = 15
+PLACES_BY_TIER = {
+    "memory": " from the nodes' memory",
+    "peer": " from another node's memory",
+    "store": " from the store",
+}
 
 
 def render_status(job: ApiObject, now: datetime) -> RenderableType:
     """Render all that is known, the parts that are empty left out."""
     status = job.get("status", {})
-    parts: list[RenderableType] = [_render_head(job, status, now), _render_facts(job, status)]
+    parts: list[RenderableType] = [_render_head(job, status, now), _render_facts(job, status, now)]
     for part in (
         _render_failure(status),
         _render_timings(status),
@@ -59,16 +65,16 @@ def _render_head(job: ApiObject, status: dict[str, Any], now: datetime) -> Rende
     return text
 
 
-def _render_facts(job: ApiObject, status: dict[str, Any]) -> RenderableType:
+def _render_facts(job: ApiObject, status: dict[str, Any], now: datetime) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
-    for name, value in _list_facts(job, status):
+    for name, value in _list_facts(job, status, now):
         table.add_row(name, value)
     return table
 
 
-def _list_facts(job: ApiObject, status: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+def _list_facts(job: ApiObject, status: dict[str, Any], now: datetime) -> Iterator[tuple[str, RenderableType]]:
     spec = job.get("spec", {})
     nodes = status.get("nodes", spec.get("numNodes", 1))
     line = str(nodes) if status.get("phase") in FINISHED_PHASES else f"{status.get('readyNodes', 0)} of {nodes} ready"
@@ -79,6 +85,11 @@ def _list_facts(job: ApiObject, status: dict[str, Any]) -> Iterator[tuple[str, R
     yield "nodes", line
     if progress := status.get("progress"):
         yield "progress", _render_progress(progress)
+    checkpoint = status.get("checkpoint") or {}
+    if words := _describe_checkpoint(checkpoint, now):
+        yield "checkpoint", words
+    if restored := checkpoint.get("restored"):
+        yield "restored", _describe_restore(restored)
     yield "restarts", _describe_restarts(status.get("restarts") or {}, spec.get("restart") or {})
 
 
@@ -94,6 +105,32 @@ def _render_progress(progress: dict[str, Any]) -> RenderableType:
     row = Table.grid(padding=(0, 1))
     row.add_row(ProgressBar(total=total, completed=min(step, total), width=30), words)
     return row
+
+
+def _describe_checkpoint(checkpoint: dict[str, Any], now: datetime) -> str:
+    parts = []
+    if checkpoint.get("step") is not None:
+        parts.append(f"step {checkpoint['step']}")
+        if saved := parse_time(checkpoint.get("time")):
+            parts.append(_format_age(saved, now))
+        if checkpoint.get("bytes") is not None:
+            parts.append(format_size(checkpoint["bytes"]))
+    if failed := checkpoint.get("failedSaves"):
+        parts.append(f"{failed} saves failed" + (" since" if parts else ""))
+    return ", ".join(parts)
+
+
+def _describe_restore(restored: dict[str, Any]) -> str:
+    if not restored.get("step"):
+        return "nothing: there was no checkpoint"
+    words = f"step {restored['step']}{PLACES_BY_TIER.get(restored.get('tier', ''), '')}"
+    if restored.get("seconds") is not None:
+        words += f" in {restored['seconds']:.2f} s"
+    if passed := restored.get("passedOver"):
+        words += f", past {passed} newer ones that are damaged"
+    if lost := restored.get("lostSteps"):
+        words += f"; {lost} steps trained again"
+    return words
 
 
 def _describe_restarts(restarts: dict[str, Any], limits: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ def status(
     ] = None,
     context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
 ) -> None:
-    """Show phase, progress, restarts, the last failure and the time in each phase."""
+    """Show phase, progress, checkpoints, restarts, the last failure and the time in each phase."""
     import time
     from datetime import datetime
 
