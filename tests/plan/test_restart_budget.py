@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from everstep_operator.api.restart import RestartPolicy
 from everstep_operator.api.status import MAX_CHARGES, Cause, Charge, Restarts
 from everstep_operator.plan.actions import LeaderPoll
 from everstep_operator.plan.observation import TerminationMessage
@@ -65,6 +66,25 @@ def test_a_spent_application_budget_fails_the_job_and_says_why() -> None:
     assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
     assert world.status.last_failure is not None
     assert (world.status.last_failure.exit_code, world.status.last_failure.message) == (3, "ValueError: no")
+
+
+@pytest.mark.parametrize("edit", [RestartPolicy(application=1), RestartPolicy(application=2, window=timedelta(days=1))])
+def test_a_budget_that_is_edited_counts_from_the_next_failure_on(edit: RestartPolicy) -> None:
+    world = running(application=3, window="10m")
+    for _ in range(3):
+        world.fail_rank()
+        world.run("Restarting")
+        world.run("Running")
+        world.now += 250
+    world.edit(restart=edit)
+    world.reconcile()
+    assert (world.phase, poll(world).allowance) == ("Running", 0)
+    world.kill(1)
+    world.run("Restarting")
+    world.run("Running")
+    world.fail_rank()
+    world.run("Failed")
+    assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
 
 
 def test_without_any_allowance_the_reason_is_the_error_itself() -> None:

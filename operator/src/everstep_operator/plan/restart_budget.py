@@ -369,14 +369,16 @@ def _has_failed_itself(pod: PodView | None) -> bool:
 
 
 def _find_exhausted_budget(s: PlanContext, restarts: Restarts) -> tuple[Reason, str] | None:
+    """Return which budget a new charge has found empty, or None. Ranks that run have paid for their start: that a
+    budget is lowered, or its window made longer, ends no job before the next failure."""
     since = _find_count_start(s, restarts)
-    budget = s.spec.restart
+    budget, known = s.spec.restart, s.status.restarts
     for cause, limit, reason in (
         (Cause.APPLICATION, budget.application, Reason.RESTART_BUDGET_EXCEEDED),
         (Cause.INFRASTRUCTURE, budget.infrastructure, Reason.INFRASTRUCTURE_BUDGET_EXCEEDED),
     ):
         used = restarts.within(cause, since)
-        if used > limit:
+        if used > limit and restarts.count(cause) > known.count(cause):
             window = int(budget.window.total_seconds())
             return reason, f"{used} failures within {window} s; restart.{cause.value.lower()} allows {limit} restarts"
     return None
