@@ -184,7 +184,7 @@ async def test_what_is_refused_again_and_again_is_for_the_queue_to_back_off_from
 ) -> None:
     """A policy against deletions, and a job whose TTL is over: there is no other plan."""
     server.protected = {"trainingjobs"}
-    over = TrainingJobStatus(phase=Phase.SUCCEEDED)
+    over = TrainingJobStatus(phase=Phase.SUCCEEDED, observed_generation=1)
     reconciler.cache.jobs.put(job().ttl("1s").status(over).manifest())
     reconciler.clock = lambda: CREATED.timestamp() + 3600
     rejection = await reconciler.reconcile(KEY)
