@@ -66,6 +66,8 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     looks = [*decision.requeue, *([due] if due is not None else [])]
     if not decision.phase.finished and (deadline := timeouts.next_deadline(s)) is not None:
         looks.append(deadline)
+    if not decision.phase.finished and (expiry := restart_budget.find_next_expiry(s, account.restarts)) is not None:
+        looks.append(expiry)
     suspects, later = (frozenset(), None) if decision.phase.finished else node_loss.list_suspect_nodes(s)
     looks += [later] if later is not None else []
     ahead = [t for t in looks if t > now]

@@ -130,6 +130,19 @@ def count_remaining_restarts(s: PlanContext, restarts: Restarts) -> int:
     return max(0, s.spec.restart.application - restarts.within(Cause.APPLICATION, _find_count_start(s, restarts)))
 
 
+def find_next_expiry(s: PlanContext, restarts: Restarts) -> float | None:
+    """Return when the leader may restart more than now, because earlier restarts count no more: it learns that by a
+    plan alone, and a failure a minute later would end the job. None: never."""
+    start, policy = _find_count_start(s, restarts), s.spec.restart
+    counted = [each.time for each in restarts.charges if each.cause is Cause.APPLICATION and each.time > start]
+    if not counted:
+        return None
+    ends = [min(counted) + policy.window]
+    if policy.reset_after is not None and restarts.progress_since is not None:
+        ends.append(restarts.progress_since + policy.reset_after)
+    return min((at for each in ends if (at := each.timestamp()) > s.now), default=None)
+
+
 def find_fatal_exit(s: PlanContext, reason: Reason, exit_status: int | None) -> tuple[Reason, str] | None:
     """Return why the job fails at once after this exit of its program, or None.
 
