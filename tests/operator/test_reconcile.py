@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from everstep_operator.api.status import Cause, LastFailure, Phase, TemplateStatus, TrainingJobStatus
-from everstep_operator.app import REPORTED_FAILURES
+from everstep_operator.app import REPORTED_FAILURES, Operator
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.action_executor import ActionExecutor
 from everstep_operator.cluster.agent_code import AgentCode
@@ -21,11 +22,13 @@ from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.node_directory import NodeDirectory
 from everstep_operator.cluster.node_failures import NodeFailures
 from everstep_operator.cluster.node_leases import NodeLeases
+from everstep_operator.cluster.server_clock import ServerClock
 from everstep_operator.cluster.waiting_gangs import WaitingGangs
 from everstep_operator.cluster.work_queue import WorkQueue
 from everstep_operator.plan.observation import GangView
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.reconcile import Reconciler
+from everstep_operator.settings import OperatorSettings
 from tests.builders import CREATED, job
 
 KEY = ("default", "digits")
@@ -184,7 +187,7 @@ async def test_what_is_refused_again_and_again_is_for_the_queue_to_back_off_from
 ) -> None:
     """A policy against deletions, and a job whose TTL is over: there is no other plan."""
     server.protected = {"trainingjobs"}
-    over = TrainingJobStatus(phase=Phase.SUCCEEDED)
+    over = TrainingJobStatus(phase=Phase.SUCCEEDED, observed_generation=1)
     reconciler.cache.jobs.put(job().ttl("1s").status(over).manifest())
     reconciler.clock = lambda: CREATED.timestamp() + 3600
     rejection = await reconciler.reconcile(KEY)
@@ -277,6 +280,30 @@ async def test_a_failure_is_told_to_the_job_that_was_looked_at(reconciler: Recon
     reconciler.cache.jobs.put(successor("20").manifest())
     await reconciler.report_retries(KEY, errors.ServerError(500, "", "in trouble"))
     assert [event["involvedObject"]["uid"] for event in server.events()] == ["one"]
+
+
+async def test_users_hear_of_a_job_that_no_plan_can_be_made_of(server: Any) -> None:
+    """Its status tells nothing: there was no plan to write one."""
+    server.clock = ServerClock()
+    operator = Operator(OperatorSettings.load({}, {}), server, (b"key",), AgentCode(b"code"))
+    has_told, report = asyncio.Event(), operator.reconciler.report_retries
+
+    async def fail(job: Key) -> None:
+        raise KeyError("name")
+
+    async def tell(key: Key, error: Exception) -> None:
+        await report(key, error)
+        has_told.set()
+
+    operator.reconciler.unlisted.refresh = fail  # type: ignore[method-assign]
+    operator.reconciler.report_retries = tell  # type: ignore[method-assign]
+    operator.cache.jobs.put(job().manifest())
+    worker = asyncio.create_task(operator._run_worker())
+    await asyncio.wait_for(has_told.wait(), 60)
+    worker.cancel()
+    (told,) = server.events()
+    assert told["reason"] == "Retrying"
+    assert "KeyError('name')" in told["message"]
 
 
 async def test_a_name_that_somebody_else_has_taken_raises_no_epoch(reconciler: Reconciler, server: Any) -> None:

@@ -142,6 +142,18 @@ def test_a_runtime_that_tries_for_ever_to_start_the_agent_is_not_waited_for(
         assert world.status.restarts.total == 0
 
 
+def test_a_hyperparameter_whose_name_no_pod_can_have_as_a_variable_is_in_the_others() -> None:
+    world = World(job().plain().spec(hyperparameters={"λ": "1", "lr": "2"}).build()).run("Running")
+    frozen = world.observe().frozen
+    assert frozen is not None
+    variables = {
+        each["name"]: each.get("value", "") for each in build_pod(frozen, 0, 1)["spec"]["containers"][0]["env"]
+    }
+    assert variables["SM_HP_LR"] == "2"
+    assert "λ" in variables["SM_HPS"]
+    assert all(name.isascii() for name in variables)
+
+
 def test_a_large_job_without_a_command_fails_before_anything_is_made() -> None:
     world = World(job().nodes(501).plain().build()).run("Failed")
     assert not world.pods

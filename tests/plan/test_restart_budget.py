@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from everstep_operator.api.restart import RestartPolicy
 from everstep_operator.api.status import MAX_CHARGES, Cause, Charge, Restarts
 from everstep_operator.plan.actions import LeaderPoll
 from everstep_operator.plan.observation import TerminationMessage
@@ -56,6 +57,40 @@ def test_budgets_are_counted_in_a_window() -> None:
     assert poll(world).allowance == 1
 
 
+def test_a_leader_hears_at_once_that_a_restart_counts_no_more() -> None:
+    """A program that tells of no steps, fails each 21 minutes, and is allowed two failures an hour."""
+    world = running(application=2, window="1h")
+    for minutes in (0, 21):
+        world.now += 60 * minutes
+        world.fail_rank()
+        world.run("Restarting")
+        world.run("Running")
+    oldest, newest = (charge.time.timestamp() for charge in world.status.restarts.charges)
+    for expiry, left in ((oldest + 3600, 0), (newest + 3600, 1)):
+        world.now = expiry - 100
+        world.reconcile()
+        assert (poll(world).allowance, world.reconcile().requeue_at) == (left, expiry)
+        world.now = expiry
+        assert poll(world).allowance == left + 1
+
+
+def test_a_leader_hears_at_once_that_progress_makes_its_budget_whole() -> None:
+    world = running(application=1, resetAfter="5m")
+    world.fail_rank()
+    world.run("Restarting")
+    world.run("Running")
+    for _ in range(10):
+        world.tick()
+        world.reconcile()
+    since = world.status.restarts.progress_since
+    assert since is not None
+    world.now = since.timestamp() + 280
+    world.reconcile()
+    assert (poll(world).allowance, world.reconcile().requeue_at) == (0, since.timestamp() + 300)
+    world.now = since.timestamp() + 300
+    assert poll(world).allowance == 1
+
+
 def test_a_spent_application_budget_fails_the_job_and_says_why() -> None:
     world = running(application=1)
     world.fail_rank()
@@ -65,6 +100,25 @@ def test_a_spent_application_budget_fails_the_job_and_says_why() -> None:
     assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
     assert world.status.last_failure is not None
     assert (world.status.last_failure.exit_code, world.status.last_failure.message) == (3, "ValueError: no")
+
+
+@pytest.mark.parametrize("edit", [RestartPolicy(application=1), RestartPolicy(application=2, window=timedelta(days=1))])
+def test_a_budget_that_is_edited_counts_from_the_next_failure_on(edit: RestartPolicy) -> None:
+    world = running(application=3, window="10m")
+    for _ in range(3):
+        world.fail_rank()
+        world.run("Restarting")
+        world.run("Running")
+        world.now += 250
+    world.edit(restart=edit)
+    world.reconcile()
+    assert (world.phase, poll(world).allowance) == ("Running", 0)
+    world.kill(1)
+    world.run("Restarting")
+    world.run("Running")
+    world.fail_rank()
+    world.run("Failed")
+    assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
 
 
 def test_without_any_allowance_the_reason_is_the_error_itself() -> None:

@@ -74,6 +74,13 @@ def test_the_pool_says_where() -> None:
     assert frozen.job["numProcPerNode"] == 4
 
 
+def test_cpus_are_those_requested_where_only_gpus_are_limited() -> None:
+    """A program that runs without the agent is told the number in SM_NUM_CPUS."""
+    assert resolved(job().plain().gpus(1).resources(requests={"cpu": "8"}), plain=True).job["cpus"] == 8
+    both = job().plain().resources(requests={"cpu": "2"}, limits={"cpu": "3500m"})
+    assert resolved(both, plain=True).job["cpus"] == 4
+
+
 def test_pods_outlast_the_restart_of_a_kubelet_or_of_its_network() -> None:
     tolerations = resolved(job()).pod["spec"]["tolerations"]
     assert {t["key"]: t["tolerationSeconds"] for t in tolerations} == {

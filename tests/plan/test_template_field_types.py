@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep_operator.plan.plan_settings import PlanSettings
+from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import job
 from tests.plan.world import World
@@ -38,6 +39,21 @@ from tests.plan.world import World
         (
             {"securityContext": {"seccompProfile": {"type": ["RuntimeDefault"]}}},
             "securityContext.seccompProfile.type must be a string",
+        ),
+        ({"affinity": [{"nodeAffinity": {}}]}, "affinity must be an object"),
+        (
+            {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [1]}}},
+            "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution must be an object",
+        ),
+        (
+            {
+                "affinity": {
+                    "nodeAffinity": {
+                        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": "x"}]}
+                    }
+                }
+            },
+            "nodeSelectorTerms[0].matchFields must be a list of objects",
         ),
         ({"securityContext": {"sysctls": [{"name": ["x"]}]}}, "securityContext.sysctls[0].name must be a string"),
     ],
@@ -78,6 +94,11 @@ FIELDS = st.sampled_from(
         "securityContext",
         "privileged",
         "readOnlyRootFilesystem",
+        "nodeAffinity",
+        "requiredDuringSchedulingIgnoredDuringExecution",
+        "preferredDuringSchedulingIgnoredDuringExecution",
+        "nodeSelectorTerms",
+        "matchFields",
     ]
 )
 JSON = st.recursive(
@@ -86,7 +107,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 PASSED = st.sampled_from(
-    ["initContainers", "serviceAccount", "priorityClassName", "securityContext", "tolerations", "dnsConfig"]
+    ["initContainers", "serviceAccount", "priorityClassName", "securityContext", "tolerations", "dnsConfig", "affinity"]
 )
 CONTAINER = st.dictionaries(FIELDS, JSON, max_size=4)
 
@@ -101,5 +122,16 @@ def test_no_template_breaks_a_plan(
         "volumes": [{"name": "v", "projected": volume}],
     }
     for plain in (False, True):
-        made = resolve_template(job().pod(**over).build(), epoch=1, pool=None, plain=plain, settings=PlanSettings())
-        assert not isinstance(made, RejectedTemplate) or made.message
+        wanted = job().nodes(2).pod(**over).build()
+        made = resolve_template(wanted, epoch=1, pool=None, plain=plain, settings=PlanSettings())
+        if isinstance(made, RejectedTemplate):
+            assert made.message
+            continue
+        for index in (0, 1):
+            assert build_pod(made, index, 1, avoid=["bad"], shun=["worse"])
+
+
+def test_an_init_container_without_a_name_is_left_to_the_api_server() -> None:
+    """As a misspelt `name`; a plan that stumbles over it would be tried for ever."""
+    world = World(job().nodes(2).pod(initContainers=[{"nmae": "fetch", "image": "x"}]).build()).run("Running")
+    assert len(world.pods) == 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+from everstep_operator.api.job import Timeouts
 from everstep_operator.plan.actions import DeleteJob, DeletePods
 from tests.builders import job
 from tests.plan.world import World
@@ -58,3 +61,15 @@ def test_the_job_goes_when_its_time_has_passed() -> None:
     assert world.reconcile().requeue_at == world.now + 3600
     world.now += 3600
     assert world.reconcile().actions == (DeleteJob("uid-default-digits"),)
+
+
+def test_a_finished_job_that_is_edited_has_a_status_of_this_edit() -> None:
+    world = finished()
+    before = world.status
+    world.edit(timeouts=Timeouts(runtime=timedelta(days=3)), suspend=True)
+    made = world.reconcile()
+    assert (world.status.observed_generation, world.phase) == (2, "Succeeded")
+    assert {each.observed_generation for each in world.status.conditions} == {2}
+    assert world.status.transitions == before.transitions
+    assert made.actions == ()
+    assert not world.reconcile().changed

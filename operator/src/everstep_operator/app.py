@@ -197,10 +197,10 @@ class Operator:
                 )
             except LeaseLost:
                 raise
-            except Exception:
+            except Exception as error:
                 result = "error"
                 await self._requeue_with_backoff(
-                    log.exception, "reconcile failed with an unexpected error; trying again", job
+                    log.exception, "reconcile failed with an unexpected error; trying again", job, error
                 )
             finally:
                 self.queue.done(job)
@@ -215,7 +215,9 @@ class Operator:
         if (left_out := self._logs.left_out((job, self.reconciler.get_known_uid(job), text))) is not None:
             about |= {"error": str(error)} if error is not None else {}
             write(text, job=job, again_in=again_in, times_before=left_out, **about)
-        if isinstance(error, errors.ApiError | StaleObject) and self.queue.failures(job) == REPORTED_FAILURES:
+        if error is None or isinstance(error, errors.Unreachable):
+            return  # the status tells of a rejection, and nobody can be told of a server that is away
+        if self.queue.failures(job) == REPORTED_FAILURES:
             await self.reconciler.report_retries(job, error)
 
     def _receive_event(self, resource: ApiResource, kind: str | None, raw: RawObject) -> None:

@@ -393,7 +393,8 @@ class Reconciler:
         """Tell the users of a job that does not go on why: its status need not show it."""
         uid = self.get_known_uid(key)
         if uid is not None:
-            event = JobEvent("Warning", Reason.RETRYING.value, f"{Reason.RETRYING.meaning} {error}")
+            said = str(error) if isinstance(error, errors.ApiError | StaleObject) else f"unexpected error: {error!r}"
+            event = JobEvent("Warning", Reason.RETRYING.value, f"{Reason.RETRYING.meaning} {said}")
             await events.send_event(self.client, *key, uid, event, self.clock())
 
     # --- what follows

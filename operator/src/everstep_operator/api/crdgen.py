@@ -20,6 +20,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
 from everstep_operator.api.meta import GROUP, VERSION
+from everstep_operator.api.pod_fields import declare_passed_fields
 from everstep_operator.api.resources import RESOURCES, CustomResource, PrinterColumn
 from everstep_operator.api.scalars import format_duration
 
@@ -135,7 +136,7 @@ def build_crd(resource: CustomResource) -> Schema:
         version["selectableFields"] = [{"jsonPath": path} for path in resource.selectable]
     if resource.has_status:
         version["subresources"] = {"status": {}}
-    version["schema"] = {"openAPIV3Schema": build_schema(resource)}
+    version["schema"] = {"openAPIV3Schema": declare_passed_fields(build_schema(resource))}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

@@ -202,6 +202,7 @@ _FIXED_FIELDS = (
 )  # fmt: skip
 """What the pods are built from. The rest is judged by the operator at every moment and may change at any."""
 _IN_ANY_ORDER = frozenset({"containers", "volumes"})
+_PASSED_THROUGH = frozenset({"env", "checkpoint", "podTemplate"})  # with fields of pods that the schema may not declare
 _ALWAYS_THERE = (
     "image",
     "numNodes",
@@ -216,6 +217,9 @@ _ALWAYS_THERE = (
 def _unchanged_cel(field: str) -> str:
     # Optional field selection (`self.?x == oldSelf.?x`) would be shorter, but its cost is estimated as unlimited.
     equal = f"self.{field} == oldSelf.{field}"
+    if field in _PASSED_THROUGH:
+        # What the left side has and the schema does not declare may be anything, see `pod_fields`.
+        equal += f" && oldSelf.{field} == self.{field}"
     if field == "env":
         # Lists with named items are equal in any order, but a variable may refer to those before it.
         equal += " && self.env.map(item, item.name) == oldSelf.env.map(item, item.name)"
@@ -283,7 +287,7 @@ class TrainingJobSpec(ApiModel):
     num_nodes: Annotated[int, Field(ge=1, le=2000), Whole] = 1
     """Pods of the job."""
     num_proc_per_node: Annotated[int, Field(ge=1, le=64), Whole] | None = None
-    """Ranks in each pod. Default: its GPUs, otherwise 1."""
+    """Ranks in each pod. Default: its GPUs (`nvidia.com/gpu`, or the pool's `gpuResource`), otherwise 1."""
     resources: TrainerResources = Field(default_factory=TrainerResources)
     """Resources of each pod's trainer container."""
     distribution: Distribution = Distribution(torch=TorchDistribution())

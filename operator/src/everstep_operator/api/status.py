@@ -225,8 +225,12 @@ class Restarts(StatusModel):
         if self.last is not None and charge.token <= self.last.token:
             return self
         field = charge.cause.value.lower()
-        counts = {"total": self.total + charge.count, field: getattr(self, field) + charge.count}
+        counts = {"total": self.total + charge.count, field: self.count(charge.cause) + charge.count}
         return self.model_copy(update={**counts, "charges": _limit_charges([*self.charges, charge])})
+
+    def count(self, cause: Cause) -> int:
+        """Return how many restarts were ever charged to ``cause``."""
+        return int(getattr(self, cause.value.lower()))
 
     def within(self, cause: Cause, since: datetime) -> int:
         """Return how many restarts were charged to ``cause`` after ``since``."""

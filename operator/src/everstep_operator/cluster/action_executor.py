@@ -355,9 +355,10 @@ def check_ownership(resource: ApiResource, job: JobRef, found: ApiObject) -> Non
     if reference.get("uid") == job.uid:
         return
     what = f"{resource.kind} {job.namespace}/{found['metadata']['name']}"
+    waited_for = f"{what} is there of before, and is waited for until it is gone"
     if found["metadata"].get("deletionTimestamp"):
-        raise StaleObject(what)
+        raise StaleObject(waited_for)
     group = str(reference.get("apiVersion") or "").partition("/")[0]
     if (group, reference.get("kind"), reference.get("name")) == (JOBS.group, JOBS.kind, job.name):
-        raise StaleObject(what)
+        raise StaleObject(waited_for)
     raise errors.NotOurs(what, f"{reference['kind']} {reference['name']}" if reference else "nobody")

@@ -60,7 +60,7 @@ def build_job_config(
         "port": settings.agent_port,
         "plain": plain,
         "agentDigest": "" if plain else settings.agent_digest,
-        "cpus": _count_cpus(spec.resources.limits or spec.resources.requests),
+        "cpus": _count_cpus({**spec.resources.requests, **spec.resources.limits}),
         "gpus": gpus,
     }
 

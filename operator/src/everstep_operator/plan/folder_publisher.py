@@ -107,13 +107,13 @@ def select_folder_containers(
     """
     # Who publishes has an attempt; another pod may be of an earlier epoch, and claims the store for the job alone.
     if index != 0:
-        return [each for each in containers if each["name"] != PUBLISHER]
+        return [each for each in containers if each.get("name") != PUBLISHER]
     token = [{"name": EPOCH_VARIABLE, "value": str(epoch)}]
     if (attempt := name_attempt(attempt_base, epoch, int(_GENERATION["value"]))) is not None:
         token.append({"name": "EVERSTEP_ATTEMPT", "value": attempt})
     ours = (RESTORER, PUBLISHER)
     return [
-        {**each, "env": [*(each.get("env") or ()), *token]} if each["name"] in ours else each for each in containers
+        {**each, "env": [*(each.get("env") or ()), *token]} if each.get("name") in ours else each for each in containers
     ]
 
 

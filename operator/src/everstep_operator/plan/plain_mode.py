@@ -31,6 +31,7 @@ RESOURCE_CONFIG_ANNOTATION = "everstep.dev/resourceconfig"
 CONFIG_FOLDER = "/opt/ml/input/config"
 HOSTS_FILE = "hosts.json"  # key in the ConfigMap
 _HOSTS_VARIABLE = "EVERSTEP_HOSTS"
+_VARIABLE_NAME = re.compile("[ -<>-~]+")  # what a pod may have: SM_HP_ and the name of a hyperparameter may be no such
 MAX_NODES = 500  # the annotations of all pods grow with the square of it: 5 MB
 MASTER_PORT = 7777
 UNUSABLE_EXIT_CODE = 120  # the agent's exit code for "I cannot run in this image"
@@ -134,7 +135,7 @@ def build_environment(
     ours = [
         {"name": n, "value": v.replace("$", "$$").replace(hosts, f"$({_HOSTS_VARIABLE})")}
         for n, v in sorted(variables.items())
-        if n not in own
+        if n not in own and _VARIABLE_NAME.fullmatch(n)
     ]
     return [{"name": _HOSTS_VARIABLE, "valueFrom": reference}, *ours, *user]
 

@@ -29,7 +29,7 @@ from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, Plan
 from everstep_operator.plan.pool_selection import PoolSelection
 from everstep_operator.plan.restart_budget import RestartBudget
 from everstep_operator.plan.start_failures import StartRecord
-from everstep_operator.plan.status import build_status
+from everstep_operator.plan.status import build_status, note_generation
 
 _CONFIRM_SECONDS = 5.0  # until a leader's answer is read again that may be older than a lost pod
 _STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say that it stopped
@@ -50,7 +50,9 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         return JobPlan()
     if s.phase.finished:
         actions, look = ttl.plan_after_end(s)
-        return JobPlan(s.status, actions=(*disruption_budget.lift_budget(s), *actions), requeue_at=look)
+        status = note_generation(s)
+        actions = [*disruption_budget.lift_budget(s), *actions]
+        return JobPlan(status, changed=status is not s.status, actions=tuple(actions), requeue_at=look)
     account = restart_budget.charge_ended_generations(s, over=job_outcome.find_outcome(s) is not None)
     begun = start_failures.count_start_failures(s)
     decision = node_notices.leave_noticed_nodes(s, _decide_next(s, account, begun))
@@ -64,6 +66,8 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
     looks = [*decision.requeue, *([due] if due is not None else [])]
     if not decision.phase.finished and (deadline := timeouts.next_deadline(s)) is not None:
         looks.append(deadline)
+    if not decision.phase.finished and (expiry := restart_budget.find_next_expiry(s, account.restarts)) is not None:
+        looks.append(expiry)
     suspects, later = (frozenset(), None) if decision.phase.finished else node_loss.list_suspect_nodes(s)
     looks += [later] if later is not None else []
     ahead = [t for t in looks if t > now]

@@ -130,6 +130,19 @@ def count_remaining_restarts(s: PlanContext, restarts: Restarts) -> int:
     return max(0, s.spec.restart.application - restarts.within(Cause.APPLICATION, _find_count_start(s, restarts)))
 
 
+def find_next_expiry(s: PlanContext, restarts: Restarts) -> float | None:
+    """Return when the leader may restart more than now, because earlier restarts count no more: it learns that by a
+    plan alone, and a failure a minute later would end the job. None: never."""
+    start, policy = _find_count_start(s, restarts), s.spec.restart
+    counted = [each.time for each in restarts.charges if each.cause is Cause.APPLICATION and each.time > start]
+    if not counted:
+        return None
+    ends = [min(counted) + policy.window]
+    if policy.reset_after is not None and restarts.progress_since is not None:
+        ends.append(restarts.progress_since + policy.reset_after)
+    return min((at for each in ends if (at := each.timestamp()) > s.now), default=None)
+
+
 def find_fatal_exit(s: PlanContext, reason: Reason, exit_status: int | None) -> tuple[Reason, str] | None:
     """Return why the job fails at once after this exit of its program, or None.
 
@@ -369,14 +382,16 @@ def _has_failed_itself(pod: PodView | None) -> bool:
 
 
 def _find_exhausted_budget(s: PlanContext, restarts: Restarts) -> tuple[Reason, str] | None:
+    """Return which budget a new charge has found empty, or None. Ranks that run have paid for their start: that a
+    budget is lowered, or its window made longer, ends no job before the next failure."""
     since = _find_count_start(s, restarts)
-    budget = s.spec.restart
+    budget, known = s.spec.restart, s.status.restarts
     for cause, limit, reason in (
         (Cause.APPLICATION, budget.application, Reason.RESTART_BUDGET_EXCEEDED),
         (Cause.INFRASTRUCTURE, budget.infrastructure, Reason.INFRASTRUCTURE_BUDGET_EXCEEDED),
     ):
         used = restarts.within(cause, since)
-        if used > limit:
+        if used > limit and restarts.count(cause) > known.count(cause):
             window = int(budget.window.total_seconds())
             return reason, f"{used} failures within {window} s; restart.{cause.value.lower()} allows {limit} restarts"
     return None

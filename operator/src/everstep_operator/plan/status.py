@@ -94,6 +94,16 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
     return new, (*((event,) if news else ()), *_list_other_events(s, new)), wake
 
 
+def note_generation(s: PlanContext) -> TrainingJobStatus:
+    """Return the status of a job that has ended, as one of the present `metadata.generation`: whatever of the spec was
+    edited since, the job has ended as it did, and tools that wait for the status to be of it need not go on."""
+    generation = s.job.metadata.generation
+    if s.status.observed_generation == generation:
+        return s.status
+    conditions = [each.model_copy(update={"observed_generation": generation}) for each in s.status.conditions]
+    return s.status.model_copy(update={"observed_generation": generation, "conditions": conditions})
+
+
 def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]:
     """Return events of what may go wrong in any phase."""
     events = []

@@ -24,6 +24,7 @@ def _list_typed_fields(overlay: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
     """Yield (path, value, shape), from the outside in: what is checked first may be relied on by what follows."""
     yield "serviceAccount", overlay.get("serviceAccount"), _TEXT
     yield "priorityClassName", overlay.get("priorityClassName"), _TEXT
+    yield from _list_affinity_fields(overlay.get("affinity"))
     yield from _list_security_fields("", overlay.get("securityContext"))
     yield "securityContext.sysctls", (overlay.get("securityContext") or {}).get("sysctls"), _LIST
     for number, sysctl in enumerate((overlay.get("securityContext") or {}).get("sysctls") or ()):
@@ -48,6 +49,19 @@ def _list_typed_fields(overlay: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
             for mount in container.get("volumeMounts") or ():
                 yield f"{path}.volumeMounts.mountPath", mount.get("mountPath"), _TEXT
                 yield f"{path}.volumeMounts.name", mount.get("name"), _TEXT
+
+
+def _list_affinity_fields(affinity: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield the fields on the way to the terms that nodes are excluded by."""
+    path, found = "affinity", affinity
+    for field in ("nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"):
+        yield path, found, _OBJECT
+        path, found = f"{path}.{field}", (found or {}).get(field)
+    yield path, found, _OBJECT
+    terms = (found or {}).get("nodeSelectorTerms")
+    yield f"{path}.nodeSelectorTerms", terms, _LIST
+    for number, term in enumerate(terms or ()):
+        yield f"{path}.nodeSelectorTerms[{number}].matchFields", term.get("matchFields"), _LIST
 
 
 def _list_security_fields(path: str, context: Any) -> Iterator[tuple[str, Any, str]]:
