@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from everstep_operator.api.status import CheckpointStatus, ConditionType, TrainingProgress
 from everstep_operator.plan.checkpoint_status import MAX_STEPS
 from everstep_operator.plan.leader_view import ReportedCheckpoint, ReportedRestore
-from tests.builders import job
+from tests.builders import JobBuilder, job
 from tests.plan.world import START, World
 
 MIB = 1 << 20
@@ -138,6 +140,23 @@ def test_a_job_that_was_to_save_and_never_did_is_overdue_too() -> None:
     world.now += 1801
     world.reconcile()
     assert world.status.is_true(ConditionType.CHECKPOINT_STALE)
+
+
+@pytest.mark.parametrize(
+    "job_",
+    [
+        job().spec(checkpoint={"store": "s3://bucket/run", "folder": {"marker": "DONE"}}),
+        job().spec(checkpoint={"volume": {"persistentVolumeClaim": {"claimName": "mine"}}}),
+        job().plain().spec(checkpoint={"store": "s3://bucket/run"}),
+    ],
+    ids=["published folder", "own files in a volume", "plain mode"],
+)
+def test_saves_of_which_nobody_would_hear_are_not_missed(job_: JobBuilder) -> None:
+    world = World(job_.build()).run("Running")
+    world.now += 7200
+    world.reconcile()
+    assert world.phase == "Running"
+    assert world.status.condition(ConditionType.CHECKPOINT_STALE) is None
 
 
 def test_steps_that_are_trained_again_do_not_count_as_good() -> None:

@@ -109,11 +109,21 @@ def find_overdue_time(s: PlanContext, new: CheckpointStatus | None) -> float | N
         s: The job at this moment.
         new: Its checkpoints.
     """
-    if s.open is None or s.open.phase is not Phase.RUNNING or (new is None and s.spec.checkpoint is None):
+    if s.open is None or s.open.phase is not Phase.RUNNING or not _tells_of_saves(s, new):
         return None
     newest = new.time if new is not None else None
     since = s.open.start if newest is None else max(newest, s.open.start)
     return since.timestamp() + _find_limit(s).total_seconds()
+
+
+def _tells_of_saves(s: PlanContext, new: CheckpointStatus | None) -> bool:
+    """Return whether ranks tell of saves, or would if there were any: files that a program writes in its own way are
+    published, or lie in a volume, and nobody here hears of them. In plain mode nobody hears of anything."""
+    spec = s.spec.checkpoint
+    if s.plain or (spec is not None and spec.folder is not None):
+        return False
+    asked = spec is not None and (spec.store, spec.every, spec.every_steps) != (None,) * 3
+    return asked or new is not None
 
 
 def describe_overdue(s: PlanContext) -> str:
