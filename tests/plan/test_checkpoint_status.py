@@ -87,6 +87,19 @@ def test_a_new_leader_that_does_not_know_the_last_step_is_helped_by_the_status()
     assert known(world).lost_steps == 20
 
 
+def test_lost_steps_and_their_time_are_counted_as_checkpoints_are() -> None:
+    """Progress may count batches, of which there are four to a step here."""
+    world = saves()
+    world.train(2000)
+    world.reported = ReportedCheckpoint(step=450, trained_step=500, steps_per_second=0.25)
+    world.now += 1000
+    world.reconcile()
+    world.reported = ReportedCheckpoint(step=450, restored=ReportedRestore("1.2", 450, lost_steps=None))
+    world.reconcile()
+    assert known(world).lost_steps == 50
+    assert (known(world).trained_step, world.status.timings.lost) == (500, 200.0)
+
+
 def test_a_failed_save_is_an_event_that_names_what_there_is() -> None:
     world = saves()
     world.reported = ReportedCheckpoint(step=50, failed_saves=1)

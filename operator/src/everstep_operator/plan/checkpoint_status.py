@@ -43,6 +43,8 @@ def update_checkpoint(s: PlanContext) -> CheckpointStatus | None:
         failed_saves=seen.failed_saves,
         restored=restored,
         lost_steps=min(base.lost_steps + lost, MAX_STEPS),
+        trained_step=base.trained_step if seen.trained_step is None else seen.trained_step,
+        steps_per_second=base.steps_per_second if seen.steps_per_second is None else seen.steps_per_second,
     )
 
 
@@ -54,9 +56,12 @@ def _update_restored(
     if seen is None or (old is not None and parse_generation_id(old.id) >= parse_generation_id(seen.id)):
         return old, 0
     lost = seen.lost_steps
-    if lost is None and s.status.progress is not None:
+    last = base.trained_step
+    if last is None and s.status.progress is not None:
+        last = s.status.progress.step
+    if lost is None and last is not None:
         # This leader has not heard of the steps before it. The status has, though it may be half a minute behind.
-        lost = max(0, s.status.progress.step - seen.step)
+        lost = max(0, last - seen.step)
     restored = RestoreStatus.model_construct(
         id=seen.id,
         step=seen.step,

@@ -96,18 +96,19 @@ class JobReport:
         self._passed_over = 0  # checkpoints, in the restore that goes on
         self._trains = trains
         self._restored: dict[str, int | str] | None = None  # not told yet
+        self._takes_requests = 0  # until a session looks for them
 
     def tell(self, event: CheckpointEvent) -> None:
         """Tell the agent of an event, if there is an agent and its job's status shows such events."""
         if event.name == "failed":
             self._failed += 1
-            report_checkpoint(checkpoints_failed=self._failed)
+            self._report(checkpoints_failed=self._failed)
         elif event.name == "fell_back":
             self._passed_over += 1
         elif event.name == "saved" and event.key is not None:
             self._failed = 0
             size = event.details.get("bytes")
-            report_checkpoint(
+            self._report(
                 checkpoint=event.key.step,
                 checkpoints_failed=0,
                 **({} if size is None else {"checkpoint_bytes": int(size)}),
@@ -129,7 +130,15 @@ class JobReport:
         self._trains = True
         restored, self._restored = self._restored, None
         if restored is not None:
-            report_checkpoint(**restored)
+            self._report(**restored)
+
+    def tell_step(self, step: int) -> None:
+        """Tell how far training is, by a session that looks for requests to save in each step."""
+        self._takes_requests = 1
+        self._report(trained_step=step)
+
+    def _report(self, **words: int | str) -> None:
+        report_checkpoint(**words, takes_requests=self._takes_requests)
 
     def _tell_restored(self, words: dict[str, int | str]) -> None:
         self._restored = words
@@ -168,6 +177,11 @@ class Events:
         """Tell the status of an everstep job what was restored: training goes on from there."""
         if self._report is not None:
             self._report.begin_training()
+
+    def tell_step(self, step: int) -> None:
+        """Tell the leader of an everstep job how far training is, which is compared with the steps of checkpoints."""
+        if self._report is not None:
+            self._report.tell_step(step)
 
     def emit(self, event: CheckpointEvent) -> None:
         """Log the event and call its callbacks."""

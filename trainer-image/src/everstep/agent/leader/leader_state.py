@@ -323,7 +323,8 @@ class LeaderState:
             self._enter(RUNNING)
         if self.phase == RUNNING:
             self._ask_for_checkpoint(now)
-            left = self.departure.find_failure(now, self.generation, self.meter.generation_step)
+            trained = self.checkpoints.find_trained_step(self.meter.generation_step)
+            left = self.departure.find_failure(now, self.generation, trained)
             if left is not None:
                 self._fail(now, left)
                 return
@@ -348,7 +349,7 @@ class LeaderState:
 
     def _ask_for_checkpoint(self, now: float) -> None:
         """Hand requests on to ranks that run, and note the checkpoints that were saved for them."""
-        saved, trained = self.checkpoints.step, self.meter.generation_step
+        saved, trained = self.checkpoints.step, self.checkpoints.find_trained_step(self.meter.generation_step)
         for each in self.departure.requests:
             asked = each.find_untold(now, self.generation, trained, saved)
             if asked is not None:
@@ -418,7 +419,8 @@ class LeaderState:
             self._fail(now, failure)
             return
         order = (self.epoch, self.generation)
-        self.departure.begin(now, failure, grace, order, self.meter.generation_step)
+        trained = self.checkpoints.find_trained_step(self.meter.generation_step)
+        self.departure.begin(now, failure, grace, order, trained)
 
     def _hurry(self, now: float, current: Generation) -> None:
         """Shorten the grace. A peer is gone, so the others can only hang in collectives: the long grace has become

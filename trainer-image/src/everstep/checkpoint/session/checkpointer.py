@@ -253,6 +253,7 @@ class Checkpointer:
         """
         step = check_step(step)
         coordinator = self._claimed()
+        self._events.tell_step(step)
         # One rank asks for all, and rank 0 hears it soonest: each that asked would be one more save.
         if self._topology.rank == 0 and (asked := self._request_file.take()) is not None:
             # Another session of this process has its save still to begin.
