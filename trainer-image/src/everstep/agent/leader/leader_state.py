@@ -225,7 +225,7 @@ class LeaderState:
         self._advance(now)
 
     def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Sequence[protocol.RankProgress]) -> None:
-        if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
+        if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING, STOPPING):
             self.hangs.update(now, ranks)
             self.meter.update(now, now + self._wall_offset, ranks)
             if self.checkpoints.update(now + self._wall_offset, (epoch, generation), ranks):

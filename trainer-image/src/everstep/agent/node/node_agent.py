@@ -66,8 +66,7 @@ class NodeAgent:
         clock: Callable[[], float],
         lease_clock: Callable[[], float] = read_boottime,
     ) -> None:
-        self.config = config
-        self.incarnation = incarnation
+        self.config, self.incarnation = config, incarnation
         self.epoch = config.epoch  # of the newest leader; never goes back
         self.order = (0, 0)  # (epoch, generation) of the newest ranks
         self.leaving = False
@@ -85,8 +84,7 @@ class NodeAgent:
         self._heard = 0.0
         self._started: set[int] = set()  # ranks
         self._exits: list[ProcessExit] = []
-        self._clean = True
-        self._unclean = self._given_up_because = ""
+        self._clean, self._unclean, self._given_up_because = True, "", ""
         self._progress: dict[int, RankProgress] = {}
         self._gpus: tuple[Gpu, ...] = ()
         self._gpus_told: tuple[Gpu, ...] = ()  # on the present link
@@ -442,6 +440,8 @@ class NodeAgent:
         if self._report_handle is not None:
             self._report_handle.cancel()
             self._report_handle = None
+        if self._progress and self._channel is not None:
+            self._beat(self._channel)  # the last words of ranks that ended come before their end
         report = GenerationReport(*self.order, len(self._started), tuple(self._exits), self._clean, self._unclean)
         self._send(report.to_json())
 
