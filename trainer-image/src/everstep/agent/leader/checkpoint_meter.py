@@ -30,13 +30,18 @@ class CheckpointMeter:
         """Return whether ranks of this generation have spoken of checkpoints, and save when they are asked to."""
         return self._said != RankCheckpoint() and self._said.takes_requests != 0
 
+    @property
+    def trained_step(self) -> int | None:
+        """Return the last step of this generation, counted as its checkpoints are; None where nobody tells that."""
+        return self._said.trained_step
+
     def find_trained_step(self, last_step: int | None) -> int | None:
-        """Return the last step of this generation, counted as its checkpoints are; None where nobody tells of one.
+        """Return the last step of this generation, counted as its checkpoints are if ranks tell that.
 
         Args:
             last_step: The last step that its ranks have reported as their progress, which may count something else.
         """
-        return last_step if self._said.trained_step is None else self._said.trained_step
+        return last_step if self.trained_step is None else self.trained_step
 
     def restart(self, last_step: int | None) -> None:
         """Begin a new generation.
@@ -89,7 +94,7 @@ class CheckpointMeter:
             "bytes": self._bytes,
             "at": self._at or None,
             "failedSaves": self._failed,
-            "trainedStep": self._said.trained_step,
+            "trainedStep": self.trained_step,
             "stepsPerSecond": self._rate.steps_per_second,
             "restored": self._restored,
         }

@@ -349,12 +349,12 @@ class LeaderState:
 
     def _ask_for_checkpoint(self, now: float) -> None:
         """Hand requests on to ranks that run, and note the checkpoints that were saved for them."""
-        saved, trained = self.checkpoints.step, self.checkpoints.find_trained_step(self.meter.generation_step)
+        saved, counted, trained = self.checkpoints.step, self.checkpoints.trained_step, self.meter.generation_step
         for each in self.departure.requests:
-            asked = each.find_untold(now, self.generation, trained, saved)
+            asked = each.find_untold(now, self.generation, trained, saved, counted)
             if asked is not None:
                 self._commands.append(AskForCheckpoint(self.generation, asked))
-            if asked is not None or each.note_checkpoint(self.generation, saved):
+            if asked is not None or each.note_checkpoint(self.generation, saved, counted):
                 self._changed()
 
     def _begin_stop(self, now: float, current: Generation) -> None:

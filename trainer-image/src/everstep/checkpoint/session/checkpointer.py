@@ -252,8 +252,8 @@ class Checkpointer:
         another step() or save(), as in a callback of an event.
         """
         step = check_step(step)
+        self._events.tell_step(step)  # the first claim may take its time
         coordinator = self._claimed()
-        self._events.tell_step(step)
         # One rank asks for all, and rank 0 hears it soonest: each that asked would be one more save.
         if self._topology.rank == 0 and (asked := self._request_file.take()) is not None:
             # Another session of this process has its save still to begin.
