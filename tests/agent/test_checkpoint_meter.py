@@ -35,8 +35,8 @@ def test_the_newest_checkpoint_has_its_size_and_time() -> None:
     meter.update(9.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
     told = meter.to_json()
     assert told == {
-        "step": 50, "bytes": 99, "at": 7.0, "failedSaves": 0, "trainedStep": None, "stepsPerSecond": None,
-        "restored": None,
+        "step": 50, "bytes": 99, "at": 7.0, "failedSaves": 0, "every": None, "trainedStep": None,
+        "stepsPerSecond": None, "restored": None,
     }  # fmt: skip
 
 

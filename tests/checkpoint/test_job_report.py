@@ -57,7 +57,13 @@ def test_a_restore_is_told_with_its_place_and_what_was_passed_over(agent: int) -
     events.emit(CheckpointEvent("fell_back", key(90), "sums differ"))
     events.emit(CheckpointEvent("restored", key(50), "", {"tier": "memory", "bytes": 9, "seconds": 0.3123}))
     assert heard(agent) == RankCheckpoint(
-        checkpoint=50, restored=50, restored_from="memory", restored_ms=312, restored_over=1, takes_requests=0
+        checkpoint=50,
+        restored=50,
+        restored_from="memory",
+        restored_ms=312,
+        restored_over=1,
+        save_every=0,
+        takes_requests=0,
     )
 
 
@@ -87,16 +93,16 @@ def test_what_a_full_pipe_has_no_room_for_is_told_by_the_next_call(agent: int, a
 def test_one_rank_of_a_run_tells_it(agent: int) -> None:
     Events(reports=False).emit(CheckpointEvent("saved", key(50)))
     Events().tell_empty()
-    assert heard(agent) == RankCheckpoint(restored=0, takes_requests=0)
+    assert heard(agent) == RankCheckpoint(restored=0, save_every=0, takes_requests=0)
 
 
 def test_a_session_that_looks_for_requests_says_so_and_how_far_it_is(agent: int) -> None:
-    events = Events(trains=False)
+    events = Events(trains=False, every=600.0)
     events.tell_empty()
     events.begin_training()
     events.tell_step(1)
     events.tell_step(2)
-    assert heard(agent) == RankCheckpoint(restored=0, trained_step=2, takes_requests=1)
+    assert heard(agent) == RankCheckpoint(restored=0, save_every=600, trained_step=2, takes_requests=1)
     events.emit(CheckpointEvent("saved", key(2)))
     assert heard(agent) == RankCheckpoint(checkpoint=2, checkpoints_failed=0, takes_requests=1)
 
@@ -114,6 +120,6 @@ def test_what_only_reads_tells_nothing_of_its_steps(agent: int) -> None:
     trainer.tell_empty()
     reader.emit(CheckpointEvent("restored", key(100_000), "", {"tier": "store", "seconds": 9.0}))
     trainer.begin_training()
-    assert heard(agent) == RankCheckpoint(restored=0, takes_requests=0)
+    assert heard(agent) == RankCheckpoint(restored=0, save_every=0, takes_requests=0)
     trainer.emit(CheckpointEvent("restored", key(7)))
-    assert heard(agent) == RankCheckpoint(restored=7, checkpoint=7, restored_over=0, takes_requests=0)
+    assert heard(agent) == RankCheckpoint(checkpoint=7, restored=7, restored_over=0, save_every=0, takes_requests=0)

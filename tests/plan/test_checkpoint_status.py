@@ -148,6 +148,17 @@ def test_a_save_is_overdue_after_three_intervals_and_is_looked_for_then() -> Non
     assert (stale.status, stale.reason) == ("False", "CheckpointCurrent")
 
 
+@pytest.mark.parametrize(("every", "limit"), [(7200, 21_600), (0, 3600), (60, 180)])
+def test_the_interval_of_a_script_counts_and_not_that_of_its_job(every: int, limit: int) -> None:
+    world = saves(every="10m")
+    world.reported = ReportedCheckpoint(step=50, at=world.now, every=every)
+    world.reconcile()
+    for seconds, is_stale in ((limit - 1, False), (limit + 1, True)):
+        world.now = world.status.transitions[-1].start.timestamp() + seconds
+        world.reconcile()
+        assert world.status.is_true(ConditionType.CHECKPOINT_STALE) is is_stale
+
+
 def test_a_job_that_was_to_save_and_never_did_is_overdue_too() -> None:
     world = saves(every="10m")
     world.now += 1801

@@ -14,6 +14,7 @@ from everstep_operator.plan.plan_context import PlanContext, to_utc
 OVERDUE_INTERVALS = 3
 MAX_STEPS = 2**53  # as far as JSON readers count
 DEFAULT_OVERDUE = timedelta(hours=1)  # of a job that does not say how often it saves
+MAX_INTERVAL_SECONDS = 28 * 86_400  # as the API allows
 LEAST_OVERDUE = timedelta(minutes=2)  # a save itself takes time
 
 
@@ -139,4 +140,7 @@ def describe_overdue(s: PlanContext) -> str:
 def _find_limit(s: PlanContext) -> timedelta:
     spec = s.spec.checkpoint
     every = spec.interval if spec is not None else None
+    told = s.leader.checkpoint if s.leader is not None else None
+    if told is not None and told.every is not None:  # the script may have another interval than its job
+        every = timedelta(seconds=min(told.every, MAX_INTERVAL_SECONDS)) or None
     return DEFAULT_OVERDUE if every is None else max(OVERDUE_INTERVALS * every, LEAST_OVERDUE)

@@ -58,6 +58,7 @@ class ReportedCheckpoint:
     at: float | None = None
     failed_saves: int = 0
     restored: ReportedRestore | None = None
+    every: int | None = None  # seconds between two saves; 0: not by time
     trained_step: int | None = None  # the last step, counted as checkpoints are
     steps_per_second: float | None = None  # of these
 
@@ -305,6 +306,7 @@ def parse_checkpoint(
         at=at,
         failed_saves=_as_count(data.get("failedSaves")) or 0,
         restored=_parse_restore(data.get("restored")),
+        every=_as_count(data.get("every")),
         trained_step=_as_count(data.get("trainedStep")),
         steps_per_second=_as_rate(data.get("stepsPerSecond")),
     )

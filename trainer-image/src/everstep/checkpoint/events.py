@@ -86,16 +86,18 @@ class JobReport:
     checkpoints of other runs, whose steps are not the job's.
     """
 
-    def __init__(self, *, trains: bool = True) -> None:
+    def __init__(self, *, trains: bool = True, every: float | None = None) -> None:
         """Begin a report.
 
         Args:
             trains: Whether it is known already that what is restored is trained on; else see begin_training().
+            every: Seconds between two saves; None where they do not go by time.
         """
         self._failed = 0  # saves, since the last one that was stored
         self._passed_over = 0  # checkpoints, in the restore that goes on
         self._trains = trains
         self._restored: dict[str, int | str] | None = None  # not told yet
+        self._every = 0 if every is None else max(1, round(every))
         self._takes_requests = 0  # until a session looks for them
 
     def tell(self, event: CheckpointEvent) -> None:
@@ -129,8 +131,7 @@ class JobReport:
         """Tell what was restored, now and from here on."""
         self._trains = True
         restored, self._restored = self._restored, None
-        if restored is not None:
-            self._report(**restored)
+        self._report(**(restored or {}), save_every=self._every)
 
     def tell_step(self, step: int) -> None:
         """Tell how far training is, by a session that looks for requests to save in each step."""
@@ -152,15 +153,16 @@ class Events:
     Every event is logged too; a callback that raises ends no training.
     """
 
-    def __init__(self, *, reports: bool = True, trains: bool = True) -> None:
+    def __init__(self, *, reports: bool = True, trains: bool = True, every: float | None = None) -> None:
         """Begin without callbacks.
 
         Args:
             reports: Whether the status of an everstep job is to show them; one rank of a run is enough.
             trains: See JobReport.
+            every: See JobReport.
         """
         self._callbacks: dict[str, list[Callback]] = {name: [] for name in EVENTS}
-        self._report = JobReport(trains=trains) if reports else None
+        self._report = JobReport(trains=trains, every=every) if reports else None
 
     def on(self, name: str, callback: Callback) -> None:
         """Call back at every event of this name. ValueError for a name that is none of EVENTS."""

@@ -94,6 +94,7 @@ class CheckpointMeter:
             "bytes": self._bytes,
             "at": self._at or None,
             "failedSaves": self._failed,
+            "every": self._said.save_every,
             "trainedStep": self.trained_step,
             "stepsPerSecond": self._rate.steps_per_second,
             "restored": self._restored,

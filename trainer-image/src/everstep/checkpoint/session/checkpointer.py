@@ -111,7 +111,7 @@ class Checkpointer:
             self._topology = topology.find_topology(self._group)
             self.store, self._directory = open_places(asked, self._topology, self._group)
             self._kv_store: KVStore = SharedKVStore.open(self._group, asked.times.timeout)
-        self._events = Events(reports=self._topology.rank == 0, trains=False)
+        self._events = Events(reports=self._topology.rank == 0, trains=False, every=self._trigger.every)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
         self.attempt: Attempt | None = None
