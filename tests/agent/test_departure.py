@@ -221,6 +221,7 @@ async def test_an_agent_stops_its_ranks_when_its_leader_says_that_they_have_save
         agents[0].node.emit(RankProgressed(1, 0, 6, None, "train", {}, RankCheckpoint(checkpoint=6, restored=0)))
         await leaving
         ((grace,),) = [agent.processes.stops for agent in agents[1:]]
+        assert read_request(agents[1]) is None, "ranks that wait after their save need not wait any longer"
         assert 0 < grace < 60, "what is left of its pod's"
         await until(lambda: leader.state()["generationHistory"])
         assert leader.state()["generationHistory"][0]["cause"] == "Leaving"

@@ -98,6 +98,20 @@ def test_after_the_save_training_holds_until_it_is_stopped_if_the_node_goes(fold
     assert steps_in(folder) == [model.at], "nothing was trained after what was saved"
 
 
+def test_training_that_holds_goes_on_to_its_own_end_when_it_is_stopped(folder: Path, asked: Path) -> None:
+    """A handler of TERM that makes a note of it ends the loop after the step in which it is."""
+    model = Model()
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 5)
+        ask(asked, "ends")
+        ckpt.on("saved", lambda _: asked.unlink())  # as the agent does with the TERM
+        began = time.monotonic()
+        train(ckpt, model, 400, pause=0.01)
+        assert time.monotonic() - began < outside_requests.HOLD_SECONDS
+    assert len(steps_in(folder)) == 1
+
+
 def test_without_a_deadline_training_does_not_hold(folder: Path, asked: Path) -> None:
     model = Model()
     with session(folder, every="1h") as ckpt:
@@ -148,7 +162,7 @@ def test_a_save_that_fails_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     progress = sys.modules["everstep.progress"]
     monkeypatch.setattr(progress, "_phase", "train")
     monkeypatch.setattr(progress, "report_checkpoint", lambda phase: phases.append(phase))
-    outside_requests.hold_training(wait, 60)
+    outside_requests.hold_training(wait, 60, lambda: False)
     assert phases == ["checkpoint", "train"], "to hold is no hang"
 
 
@@ -240,6 +254,18 @@ def test_a_file_is_looked_at_once_a_second_and_each_id_is_taken_once(tmp_path: P
     assert taken is not None
     assert taken.seconds is not None
     assert 0 < taken.seconds <= 60
+
+
+def test_a_request_is_over_when_its_file_is_gone_and_not_before_it_has_come(tmp_path: Path) -> None:
+    """Agents of other nodes may write theirs a little later."""
+    path = tmp_path / "request"
+    file = RequestFile(path)
+    assert not file.is_gone()
+    ask(path, "first")
+    assert not file.is_gone()
+    path.unlink()
+    assert file.is_gone()
+    assert not RequestFile(None).is_gone()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"id": "x"}', '{"id": "y", "deadline": "soon"}'])

@@ -214,9 +214,8 @@ class NodeAgent:
             self._report_soon(0)
             return
         self.order = order
-        self._started, self._exits, self._progress = set(), [], {}
+        self._started, self._exits, self._progress, self._clean = set(), [], {}, False
         self._nobody_saves.clear()
-        self._clean = False
         self._checkpoint_request.clear()
         self._fenced = self._lease.expired(self._lease_clock())
         self._starting = self._tasks.start(self._run_start(layout))
@@ -240,6 +239,7 @@ class NodeAgent:
         if self._clean:
             self._report_soon(0)
             return
+        self._checkpoint_request.clear()  # ranks that wait after their save go on to their own end
         grace = min(grace, max(0.0, self._leave_at - self._clock()))
         kill_at = self._clock() + grace
         before = self._stopping

@@ -400,6 +400,7 @@ class Checkpointer:
             policy=self._asked.policy,
             timeout=self._asked.times.timeout,
             commit_timeout=self._asked.times.commit_timeout,
+            is_stopped=self._request_file.is_gone,
         )
         self._events.begin_training()
         if self._wish is not None:
