@@ -34,7 +34,10 @@ def test_the_newest_checkpoint_has_its_size_and_time() -> None:
     meter.update(7.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
     meter.update(9.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
     told = meter.to_json()
-    assert told == {"step": 50, "bytes": 99, "at": 7.0, "failedSaves": 0, "restored": None}
+    assert told == {
+        "step": 50, "bytes": 99, "at": 7.0, "failedSaves": 0, "every": None, "trainedStep": None,
+        "stepsPerSecond": None, "restored": None,
+    }  # fmt: skip
 
 
 def test_lost_steps_are_those_between_the_last_step_and_the_restore() -> None:
@@ -47,6 +50,20 @@ def test_lost_steps_are_those_between_the_last_step_and_the_restore() -> None:
     assert restored(meter) == {
         "id": "1.2", "step": 50, "tier": "memory", "seconds": 0.31, "passedOver": 1, "lostSteps": 7,
     }  # fmt: skip
+
+
+def test_lost_steps_are_counted_as_checkpoints_are_where_ranks_tell_that() -> None:
+    """A script may report no progress, or that of its batches."""
+    meter = CheckpointMeter()
+    meter.update(1.0, (1, 1), [says(restored=0, trained_step=7)])
+    meter.update(26.0, (1, 1), [says(restored=0, trained_step=57)])
+    told = meter.to_json()
+    assert told is not None
+    assert (told["trainedStep"], told["stepsPerSecond"], meter.find_trained_step(228)) == (57, 2.0, 57)
+    meter.restart(228)
+    assert meter.find_trained_step(None) is None, "the next generation has not trained yet"
+    meter.update(2.0, (1, 2), [says(restored=50)])
+    assert restored(meter)["lostSteps"] == 7
 
 
 def test_steps_are_lost_once_however_often_the_next_generation_fails() -> None:

@@ -115,6 +115,19 @@ def test_of_ranks_that_report_no_steps_the_next_checkpoint_is_the_one() -> None:
     assert saved_step(bench) == 11
 
 
+def test_ranks_that_count_otherwise_than_their_checkpoints_and_say_so_late_meet_the_request_too() -> None:
+    """They report batches from the first one on, and their steps when the first one is done."""
+    bench = train(running(), 80)
+    request(bench)
+    for step, saved in ((21, 20), (22, 20)):
+        told = RankCheckpoint(checkpoint=saved, restored=20, trained_step=step, takes_requests=1)
+        bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, 4 * step, checkpoint=told)])
+        assert saved_step(bench) is None
+    told = RankCheckpoint(checkpoint=22, restored=20, trained_step=23, takes_requests=1)
+    bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, 92, checkpoint=told)])
+    assert saved_step(bench) == 22
+
+
 def test_a_generation_that_begins_further_back_may_meet_the_request_with_an_earlier_step() -> None:
     bench = request(train(running(max_backoff=0.0), 20, saved=10))
     bench.fail(1, 3).clean().run()

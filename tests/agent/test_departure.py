@@ -90,6 +90,29 @@ def test_ranks_that_never_spoke_of_checkpoints_get_their_whole_grace_at_once() -
     assert leave(Bench().join_all()).phase == "stopping", "they do not run yet"
 
 
+def test_ranks_whose_checkpoints_nobody_can_ask_for_get_their_whole_grace_at_once() -> None:
+    """A framework saves when it likes to, and its folders are published."""
+    said = RankCheckpoint(checkpoint=10, restored=0, takes_requests=0)
+    bench = running()
+    bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, 20, checkpoint=said)])
+    assert leave(bench).phase == "stopping"
+
+
+@pytest.mark.parametrize("progress", [50, 20_000, 5_002, None], ids=["epochs", "batches", "one ahead", "none"])
+def test_what_is_reported_as_progress_may_count_something_else_than_steps_of_checkpoints(progress: int | None) -> None:
+    def train(step: int, saved: int) -> str:
+        said = RankCheckpoint(checkpoint=saved, restored=0, trained_step=step, takes_requests=1)
+        bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, progress, checkpoint=said)])
+        return bench.phase
+
+    bench = running()
+    train(5000, saved=4500)
+    leave(bench)
+    assert train(5000, saved=4500) == "running", "that one was saved before"
+    assert train(5001, saved=4500) == "running"
+    assert train(5001, saved=5001) == "stopping"
+
+
 def test_ranks_that_have_saved_for_a_notice_are_not_asked_again() -> None:
     bench = train(running(), 20, saved=10)
     bench.leader.request_checkpoint(bench.now, CheckpointRequest("notice", 120.0))
@@ -198,6 +221,7 @@ async def test_an_agent_stops_its_ranks_when_its_leader_says_that_they_have_save
         agents[0].node.emit(RankProgressed(1, 0, 6, None, "train", {}, RankCheckpoint(checkpoint=6, restored=0)))
         await leaving
         ((grace,),) = [agent.processes.stops for agent in agents[1:]]
+        assert read_request(agents[1]) is None, "ranks that wait after their save need not wait any longer"
         assert 0 < grace < 60, "what is left of its pod's"
         await until(lambda: leader.state()["generationHistory"])
         assert leader.state()["generationHistory"][0]["cause"] == "Leaving"

@@ -18,6 +18,7 @@ from everstep.agent.system.host_names import addresses_of
 from everstep.agent.wire.http_client import REQUEST_TIMEOUT_SECONDS
 from everstep.agent.wire.link import AgentLink, Channel, dial_agent
 from everstep.agent.wire.protocol import Gpu
+from everstep.agent.wire.rank_checkpoint import RankCheckpoint
 
 from .fakes import TOKEN, Agent, gang, introduce, leader_of, local, until
 
@@ -83,6 +84,19 @@ async def test_progress_reaches_the_leader(tmp_path: Path) -> None:
         await until(lambda: leader.state()["progress"])
         progress = leader.state()["progress"]
         assert (progress["step"], progress["totalSteps"], progress["metrics"]) == (12, 100, {"loss": 0.5})
+
+
+@pytest.mark.parametrize("code", [0, 3])
+async def test_the_last_words_of_ranks_come_before_their_end(tmp_path: Path, code: int) -> None:
+    """Nobody asks for them later: the last step, and the last checkpoint, of a job that has ended."""
+    async with gang(tmp_path, 2, application_restarts=0) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        for agent, said in zip(agents, (None, RankCheckpoint(checkpoint=40)), strict=True):
+            agent.node.emit(RankProgressed(1, 2 * agent.config.index, 41, None, "train", {}, said))
+            agent.processes.exit(code if agent is agents[0] else 0)
+        await until(lambda: leader.outcome is not None)
+        assert (leader.meter.step, leader.checkpoints.step) == (41, 40)
 
 
 async def test_a_gpu_that_fails_is_told_by_a_beat_and_by_the_next_hello(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def test_a_full_memory_is_named_with_what_makes_it_more(
     Slots.create(tmp_path / "memory", 1)
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(Path, "write_bytes", full)
-    said = rf"{re.escape(str(tmp_path))}\S* has \d+ of \d+ bytes.* left, .* enlarge it \(sizeLimit .*--shm-size.*"
+    said = (
+        rf"{re.escape(str(tmp_path))}\S* has \d+ of \d+ bytes.* left, .* enlarge it \(.*checkpoint.memory.*sizeLimit.*"
+    )
     with pytest.raises(OSError, match=said + r"name another memory: MemoryOptions\(directory=") as raised:
         write(tmp_path / "memory")
     assert raised.value.errno == errno.ENOSPC

@@ -40,16 +40,16 @@ def key(step: int) -> Key:
 
 def test_a_save_is_told_with_its_size(agent: int) -> None:
     Events().emit(CheckpointEvent("saved", key(50), "", {"bytes": 99, "seconds": 0.5}))
-    assert heard(agent) == RankCheckpoint(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)
+    assert heard(agent) == RankCheckpoint(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0, takes_requests=0)
 
 
 def test_failed_saves_are_counted_until_one_is_stored(agent: int) -> None:
     events = Events()
     events.emit(CheckpointEvent("failed", key(60), "the store is full"))
     events.emit(CheckpointEvent("failed", key(70), "the store is full"))
-    assert heard(agent) == RankCheckpoint(checkpoints_failed=2)
+    assert heard(agent) == RankCheckpoint(checkpoints_failed=2, takes_requests=0)
     events.emit(CheckpointEvent("saved", key(80)))
-    assert heard(agent) == RankCheckpoint(checkpoint=80, checkpoints_failed=0)
+    assert heard(agent) == RankCheckpoint(checkpoint=80, checkpoints_failed=0, takes_requests=0)
 
 
 def test_a_restore_is_told_with_its_place_and_what_was_passed_over(agent: int) -> None:
@@ -57,7 +57,13 @@ def test_a_restore_is_told_with_its_place_and_what_was_passed_over(agent: int) -
     events.emit(CheckpointEvent("fell_back", key(90), "sums differ"))
     events.emit(CheckpointEvent("restored", key(50), "", {"tier": "memory", "bytes": 9, "seconds": 0.3123}))
     assert heard(agent) == RankCheckpoint(
-        checkpoint=50, restored=50, restored_from="memory", restored_ms=312, restored_over=1
+        checkpoint=50,
+        restored=50,
+        restored_from="memory",
+        restored_ms=312,
+        restored_over=1,
+        save_every=0,
+        takes_requests=0,
     )
 
 
@@ -76,10 +82,10 @@ def test_what_a_full_pipe_has_no_room_for_is_told_by_the_next_call(agent: int, a
     os.read(agent, 1 << 20)
     if again == "progress":
         everstep.progress(3)
-        assert heard(agent) == RankCheckpoint(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=1)
+        assert heard(agent) == RankCheckpoint(50, 99, checkpoints_failed=1, takes_requests=0)
     else:
         events.emit(CheckpointEvent("saved", key(70), "", {"bytes": 98}))
-        assert heard(agent) == RankCheckpoint(checkpoint=70, checkpoint_bytes=98, checkpoints_failed=0)
+        assert heard(agent) == RankCheckpoint(70, 98, checkpoints_failed=0, takes_requests=0)
     everstep.progress(4)
     assert os.read(agent, 1 << 16) == b"step=4 phase=train\n", "it is told once"
 
@@ -87,7 +93,18 @@ def test_what_a_full_pipe_has_no_room_for_is_told_by_the_next_call(agent: int, a
 def test_one_rank_of_a_run_tells_it(agent: int) -> None:
     Events(reports=False).emit(CheckpointEvent("saved", key(50)))
     Events().tell_empty()
-    assert heard(agent) == RankCheckpoint(restored=0)
+    assert heard(agent) == RankCheckpoint(restored=0, save_every=0, takes_requests=0)
+
+
+def test_a_session_that_looks_for_requests_says_so_and_how_far_it_is(agent: int) -> None:
+    events = Events(trains=False, every=600.0)
+    events.tell_empty()
+    events.begin_training()
+    events.tell_step(1)
+    events.tell_step(2)
+    assert heard(agent) == RankCheckpoint(restored=0, save_every=600, trained_step=2, takes_requests=1)
+    events.emit(CheckpointEvent("saved", key(2)))
+    assert heard(agent) == RankCheckpoint(checkpoint=2, checkpoints_failed=0, takes_requests=1)
 
 
 def test_without_an_agent_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,6 +120,6 @@ def test_what_only_reads_tells_nothing_of_its_steps(agent: int) -> None:
     trainer.tell_empty()
     reader.emit(CheckpointEvent("restored", key(100_000), "", {"tier": "store", "seconds": 9.0}))
     trainer.begin_training()
-    assert heard(agent) == RankCheckpoint(restored=0)
+    assert heard(agent) == RankCheckpoint(restored=0, save_every=0, takes_requests=0)
     trainer.emit(CheckpointEvent("restored", key(7)))
-    assert heard(agent) == RankCheckpoint(restored=7, checkpoint=7, restored_over=0)
+    assert heard(agent) == RankCheckpoint(checkpoint=7, restored=7, restored_over=0, save_every=0, takes_requests=0)

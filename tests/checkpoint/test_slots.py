@@ -206,7 +206,8 @@ def test_a_small_file_system_may_be_filled_and_what_is_missing_is_said(
     with pytest.raises(
         InsufficientMemory,
         match=r"1 slot for checkpoints need 67.0 MB more memory, the file system of .* has 67.1 MB left, and 0.5 MB "
-        r"must stay free: 0.4 MB are missing; give it more \(sizeLimit, --shm-size\)$",
+        r"must stay free: 0.4 MB are missing; give it more "
+        r"\(spec.checkpoint.memory of a TrainingJob, .*--shm-size.*\)$",
     ):
         available_memory.check_memory(tmp_path, 67_000_000, copies=1)
 

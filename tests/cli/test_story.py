@@ -54,6 +54,17 @@ def test_an_exit_code_that_is_ignored_is_free() -> None:
     assert story.allowance == 2
 
 
+def test_a_restart_counts_as_long_as_on_a_cluster() -> None:
+    now = [1000.0]
+    story = StateNarrator(allowed=2, window_seconds=3600, clock=lambda: now[0])
+    list(story.feed(state(ended("1.1"))))
+    now[0] += 3000
+    list(story.feed(state(ended("1.2"))))
+    assert story.allowance == 0
+    now[0] += 601
+    assert story.allowance == 1
+
+
 def test_the_allowance_never_falls_below_nothing() -> None:
     story = StateNarrator(allowed=0)
     (sentence,) = story.feed(state(ended("1.1")))

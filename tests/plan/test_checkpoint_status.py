@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from everstep_operator.api.status import CheckpointStatus, ConditionType, TrainingProgress
 from everstep_operator.plan.checkpoint_status import MAX_STEPS
 from everstep_operator.plan.leader_view import ReportedCheckpoint, ReportedRestore
-from tests.builders import job
+from tests.builders import JobBuilder, job
 from tests.plan.world import START, World
 
 MIB = 1 << 20
@@ -85,6 +87,19 @@ def test_a_new_leader_that_does_not_know_the_last_step_is_helped_by_the_status()
     assert known(world).lost_steps == 20
 
 
+def test_lost_steps_and_their_time_are_counted_as_checkpoints_are() -> None:
+    """Progress may count batches, of which there are four to a step here."""
+    world = saves()
+    world.train(2000)
+    world.reported = ReportedCheckpoint(step=450, trained_step=500, steps_per_second=0.25)
+    world.now += 1000
+    world.reconcile()
+    world.reported = ReportedCheckpoint(step=450, restored=ReportedRestore("1.2", 450, lost_steps=None))
+    world.reconcile()
+    assert known(world).lost_steps == 50
+    assert (known(world).trained_step, world.status.timings.lost) == (500, 200.0)
+
+
 def test_a_failed_save_is_an_event_that_names_what_there_is() -> None:
     world = saves()
     world.reported = ReportedCheckpoint(step=50, failed_saves=1)
@@ -133,11 +148,39 @@ def test_a_save_is_overdue_after_three_intervals_and_is_looked_for_then() -> Non
     assert (stale.status, stale.reason) == ("False", "CheckpointCurrent")
 
 
+@pytest.mark.parametrize(("every", "limit"), [(7200, 21_600), (0, 3600), (60, 180)])
+def test_the_interval_of_a_script_counts_and_not_that_of_its_job(every: int, limit: int) -> None:
+    world = saves(every="10m")
+    world.reported = ReportedCheckpoint(step=50, at=world.now, every=every)
+    world.reconcile()
+    for seconds, is_stale in ((limit - 1, False), (limit + 1, True)):
+        world.now = world.status.transitions[-1].start.timestamp() + seconds
+        world.reconcile()
+        assert world.status.is_true(ConditionType.CHECKPOINT_STALE) is is_stale
+
+
 def test_a_job_that_was_to_save_and_never_did_is_overdue_too() -> None:
     world = saves(every="10m")
     world.now += 1801
     world.reconcile()
     assert world.status.is_true(ConditionType.CHECKPOINT_STALE)
+
+
+@pytest.mark.parametrize(
+    "job_",
+    [
+        job().spec(checkpoint={"store": "s3://bucket/run", "folder": {"marker": "DONE"}}),
+        job().spec(checkpoint={"volume": {"persistentVolumeClaim": {"claimName": "mine"}}}),
+        job().plain().spec(checkpoint={"store": "s3://bucket/run"}),
+    ],
+    ids=["published folder", "own files in a volume", "plain mode"],
+)
+def test_saves_of_which_nobody_would_hear_are_not_missed(job_: JobBuilder) -> None:
+    world = World(job_.build()).run("Running")
+    world.now += 7200
+    world.reconcile()
+    assert world.phase == "Running"
+    assert world.status.condition(ConditionType.CHECKPOINT_STALE) is None
 
 
 def test_steps_that_are_trained_again_do_not_count_as_good() -> None:

@@ -52,7 +52,9 @@ def report_checkpoint(**words: int | str) -> None:
         words: `checkpoint`: the step of the newest one that is stored; `checkpoint_bytes`: its size;
             `checkpoints_failed`: saves that failed since then; `restored`: the step that training goes on from, with
             `restored_from` (memory, peer or store), `restored_ms` and `restored_over`, the number of newer ones that
-            are damaged; `phase`: one of PHASES, while training waits for a checkpoint.
+            are damaged; `save_every`: seconds between two saves; `trained_step`: the last step that is trained;
+            `takes_requests`: 1 where a request to save is met at the next one; `phase`: one of PHASES, while training
+            waits for a checkpoint.
     """
     with contextlib.suppress(Exception):  # a report must never end a training run
         fd = _open()

@@ -133,7 +133,8 @@ class CheckpointPolicy(ApiModel):
     """Number of newest checkpoints that are kept."""
     memory: Quantity | None = None
     """Size of each pod's memory volume for copies of checkpoints, a part of `resources.limits.memory`: two copies of
-    the state of the pod's ranks, and as much again with several nodes. Absent: half of the pod's memory."""
+    the state of the pod's ranks, and as much again with several nodes. Absent: half of the pod's memory, or
+    1Gi where its `resources` name none."""
 
     rules: ClassVar = (
         Rule(

@@ -161,6 +161,10 @@ class CheckpointStatus(StatusModel):
     restored: RestoreStatus | None = None
     lost_steps: Count = 0
     """Steps that were trained more than once, in all restarts."""
+    trained_step: Count | None = None
+    """The last step of training, counted as checkpoints are; `progress` may count something else."""
+    steps_per_second: Seconds | None = None
+    """The rate of these steps over the last half minute."""
 
 
 class Charge(StatusModel):

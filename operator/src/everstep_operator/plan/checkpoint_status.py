@@ -14,6 +14,7 @@ from everstep_operator.plan.plan_context import PlanContext, to_utc
 OVERDUE_INTERVALS = 3
 MAX_STEPS = 2**53  # as far as JSON readers count
 DEFAULT_OVERDUE = timedelta(hours=1)  # of a job that does not say how often it saves
+MAX_INTERVAL_SECONDS = 28 * 86_400  # as the API allows
 LEAST_OVERDUE = timedelta(minutes=2)  # a save itself takes time
 
 
@@ -43,6 +44,8 @@ def update_checkpoint(s: PlanContext) -> CheckpointStatus | None:
         failed_saves=seen.failed_saves,
         restored=restored,
         lost_steps=min(base.lost_steps + lost, MAX_STEPS),
+        trained_step=base.trained_step if seen.trained_step is None else seen.trained_step,
+        steps_per_second=base.steps_per_second if seen.steps_per_second is None else seen.steps_per_second,
     )
 
 
@@ -54,9 +57,12 @@ def _update_restored(
     if seen is None or (old is not None and parse_generation_id(old.id) >= parse_generation_id(seen.id)):
         return old, 0
     lost = seen.lost_steps
-    if lost is None and s.status.progress is not None:
+    last = base.trained_step
+    if last is None and s.status.progress is not None:
+        last = s.status.progress.step
+    if lost is None and last is not None:
         # This leader has not heard of the steps before it. The status has, though it may be half a minute behind.
-        lost = max(0, s.status.progress.step - seen.step)
+        lost = max(0, last - seen.step)
     restored = RestoreStatus.model_construct(
         id=seen.id,
         step=seen.step,
@@ -109,11 +115,21 @@ def find_overdue_time(s: PlanContext, new: CheckpointStatus | None) -> float | N
         s: The job at this moment.
         new: Its checkpoints.
     """
-    if s.open is None or s.open.phase is not Phase.RUNNING or (new is None and s.spec.checkpoint is None):
+    if s.open is None or s.open.phase is not Phase.RUNNING or not _tells_of_saves(s, new):
         return None
     newest = new.time if new is not None else None
     since = s.open.start if newest is None else max(newest, s.open.start)
     return since.timestamp() + _find_limit(s).total_seconds()
+
+
+def _tells_of_saves(s: PlanContext, new: CheckpointStatus | None) -> bool:
+    """Return whether ranks tell of saves, or would if there were any: files that a program writes in its own way are
+    published, or lie in a volume, and nobody here hears of them. In plain mode nobody hears of anything."""
+    spec = s.spec.checkpoint
+    if s.plain or (spec is not None and spec.folder is not None):
+        return False
+    asked = spec is not None and (spec.store, spec.every, spec.every_steps) != (None,) * 3
+    return asked or new is not None
 
 
 def describe_overdue(s: PlanContext) -> str:
@@ -124,4 +140,7 @@ def describe_overdue(s: PlanContext) -> str:
 def _find_limit(s: PlanContext) -> timedelta:
     spec = s.spec.checkpoint
     every = spec.interval if spec is not None else None
+    told = s.leader.checkpoint if s.leader is not None else None
+    if told is not None and told.every is not None:  # the script may have another interval than its job
+        every = timedelta(seconds=min(told.every, MAX_INTERVAL_SECONDS)) or None
     return DEFAULT_OVERDUE if every is None else max(OVERDUE_INTERVALS * every, LEAST_OVERDUE)

@@ -58,6 +58,9 @@ class ReportedCheckpoint:
     at: float | None = None
     failed_saves: int = 0
     restored: ReportedRestore | None = None
+    every: int | None = None  # seconds between two saves; 0: not by time
+    trained_step: int | None = None  # the last step, counted as checkpoints are
+    steps_per_second: float | None = None  # of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,11 +275,10 @@ def parse_progress(raw: Any) -> LeaderProgress | None:
     data = _as_mapping(raw)
     if not data:
         return None
-    rate = _as_number(data.get("stepsPerSecond"))
     return LeaderProgress(
         _as_count(data.get("step")),
         _as_count(data.get("totalSteps")),
-        rate if rate is None or rate >= 0 else None,  # a status with a negative one would be refused, and the job stuck
+        _as_rate(data.get("stepsPerSecond")),
         _as_number(data.get("at")),
     )
 
@@ -304,6 +306,9 @@ def parse_checkpoint(
         at=at,
         failed_saves=_as_count(data.get("failedSaves")) or 0,
         restored=_parse_restore(data.get("restored")),
+        every=_as_count(data.get("every")),
+        trained_step=_as_count(data.get("trainedStep")),
+        steps_per_second=_as_rate(data.get("stepsPerSecond")),
     )
 
 
@@ -377,6 +382,11 @@ def parse_ordinal(value: Any, default: int = 0) -> int:
 def _as_count(value: Any) -> int | None:
     number = _as_integer(value)
     return number if number is not None and number >= 0 else None
+
+
+def _as_rate(value: Any) -> float | None:
+    rate = _as_number(value)
+    return rate if rate is None or rate >= 0 else None  # a status with a negative one would be refused, the job stuck
 
 
 def _as_number(value: Any) -> float | None:

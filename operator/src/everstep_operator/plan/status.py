@@ -168,7 +168,7 @@ def _update_timings(s: PlanContext, moved: bool, checkpoint: CheckpointStatus | 
         changes[bucket] = round(getattr(timings, bucket) + spent, 3)
     known = s.status.checkpoint.lost_steps if s.status.checkpoint is not None else 0
     steps = checkpoint.lost_steps - known if checkpoint is not None else 0
-    rate = s.status.progress.steps_per_second if s.status.progress is not None else None
+    rate = _find_rate(s.status)
     if steps > 0 and rate:
         running = changes.get("running") or timings.running
         if not moved and s.open is not None and s.open.phase is Phase.RUNNING:
@@ -181,6 +181,13 @@ def _update_timings(s: PlanContext, moved: bool, checkpoint: CheckpointStatus | 
     busy = timings.running + timings.recovering
     goodput = round(max(0.0, timings.running - timings.lost) / busy, 4) if busy > 0 else None
     return timings.model_copy(update={"goodput": goodput})
+
+
+def _find_rate(status: TrainingJobStatus) -> float | None:
+    """Return how many steps, counted as checkpoints are, were trained in a second."""
+    if status.checkpoint is not None and status.checkpoint.steps_per_second is not None:
+        return status.checkpoint.steps_per_second
+    return status.progress.steps_per_second if status.progress is not None else None
 
 
 def _update_progress(s: PlanContext, decision: Decision) -> TrainingProgress | None:
@@ -210,7 +217,8 @@ def _strip_volatile_fields(status: TrainingJobStatus) -> TrainingJobStatus:
     told = [c.model_copy(update={"message": ""}) for c in status.conditions]
     kept = status.checkpoint
     if kept is not None:  # that one more was saved can wait; that a save failed, or what was restored, cannot
-        kept = kept.model_copy(update={"step": None, "time": None, "bytes": None})
+        waits = dict.fromkeys(("step", "time", "bytes", "trained_step", "steps_per_second"))
+        kept = kept.model_copy(update=waits)
     return status.model_copy(
         update={"conditions": told, "ready_nodes": 0, "progress": None, "checkpoint": kept, "usage": None}
     )

@@ -86,28 +86,31 @@ class JobReport:
     checkpoints of other runs, whose steps are not the job's.
     """
 
-    def __init__(self, *, trains: bool = True) -> None:
+    def __init__(self, *, trains: bool = True, every: float | None = None) -> None:
         """Begin a report.
 
         Args:
             trains: Whether it is known already that what is restored is trained on; else see begin_training().
+            every: Seconds between two saves; None where they do not go by time.
         """
         self._failed = 0  # saves, since the last one that was stored
         self._passed_over = 0  # checkpoints, in the restore that goes on
         self._trains = trains
         self._restored: dict[str, int | str] | None = None  # not told yet
+        self._every = 0 if every is None else max(1, round(every))
+        self._takes_requests = 0  # until a session looks for them
 
     def tell(self, event: CheckpointEvent) -> None:
         """Tell the agent of an event, if there is an agent and its job's status shows such events."""
         if event.name == "failed":
             self._failed += 1
-            report_checkpoint(checkpoints_failed=self._failed)
+            self._report(checkpoints_failed=self._failed)
         elif event.name == "fell_back":
             self._passed_over += 1
         elif event.name == "saved" and event.key is not None:
             self._failed = 0
             size = event.details.get("bytes")
-            report_checkpoint(
+            self._report(
                 checkpoint=event.key.step,
                 checkpoints_failed=0,
                 **({} if size is None else {"checkpoint_bytes": int(size)}),
@@ -128,8 +131,15 @@ class JobReport:
         """Tell what was restored, now and from here on."""
         self._trains = True
         restored, self._restored = self._restored, None
-        if restored is not None:
-            report_checkpoint(**restored)
+        self._report(**(restored or {}), save_every=self._every)
+
+    def tell_step(self, step: int) -> None:
+        """Tell how far training is, by a session that looks for requests to save in each step."""
+        self._takes_requests = 1
+        self._report(trained_step=step)
+
+    def _report(self, **words: int | str) -> None:
+        report_checkpoint(**words, takes_requests=self._takes_requests)
 
     def _tell_restored(self, words: dict[str, int | str]) -> None:
         self._restored = words
@@ -143,15 +153,16 @@ class Events:
     Every event is logged too; a callback that raises ends no training.
     """
 
-    def __init__(self, *, reports: bool = True, trains: bool = True) -> None:
+    def __init__(self, *, reports: bool = True, trains: bool = True, every: float | None = None) -> None:
         """Begin without callbacks.
 
         Args:
             reports: Whether the status of an everstep job is to show them; one rank of a run is enough.
             trains: See JobReport.
+            every: See JobReport.
         """
         self._callbacks: dict[str, list[Callback]] = {name: [] for name in EVENTS}
-        self._report = JobReport(trains=trains) if reports else None
+        self._report = JobReport(trains=trains, every=every) if reports else None
 
     def on(self, name: str, callback: Callback) -> None:
         """Call back at every event of this name. ValueError for a name that is none of EVENTS."""
@@ -168,6 +179,11 @@ class Events:
         """Tell the status of an everstep job what was restored: training goes on from there."""
         if self._report is not None:
             self._report.begin_training()
+
+    def tell_step(self, step: int) -> None:
+        """Tell the leader of an everstep job how far training is, which is compared with the steps of checkpoints."""
+        if self._report is not None:
+            self._report.tell_step(step)
 
     def emit(self, event: CheckpointEvent) -> None:
         """Log the event and call its callbacks."""

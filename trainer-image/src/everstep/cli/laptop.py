@@ -45,7 +45,7 @@ class LocalRun:
         except OSError as error:
             raise CliError(f"no temporary folder can be made ({error.strerror}): give a folder with --base") from error
         self._anew = anew
-        self._story = StateNarrator(prepared.restarts, prepared.ignored_codes)
+        self._story = StateNarrator(prepared.restarts, prepared.ignored_codes, prepared.window_seconds)
         self._interrupts = 0
         self._stop_sent = False
         self._ended_first: int | None = None  # the node whose agent ended before the job did

@@ -23,6 +23,7 @@ class PreparedJob:
     local: LocalJob
     restarts: int
     ignored_codes: frozenset[int]  # exit codes whose restarts are not charged
+    window_seconds: float  # for which a restart counts
     notes: tuple[str, ...]
     file: Path
     checkpoint: Mapping[str, Any]  # what the manifest says, by the names of the library's arguments
@@ -68,6 +69,7 @@ def prepare_local_job(
         local=LocalJob(config, environment),
         restarts=job.spec.restart.application,
         ignored_codes=frozenset(code for code in range(1, 256) if job.spec.restart.find_action(code) == "Ignore"),
+        window_seconds=job.spec.restart.window.total_seconds(),
         notes=tuple(_list_notes(job, command, missing)),
         file=file,
         checkpoint=_describe_checkpoint(job),

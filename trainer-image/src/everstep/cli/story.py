@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +18,19 @@ class StateNarrator:
 
     allowed: int
     ignored_codes: frozenset[int] = frozenset()  # exit codes whose restarts are not charged
+    window_seconds: float = float("inf")  # for which a restart counts
+    clock: Callable[[], float] = time.monotonic
     charged: str = ""  # newest ended generation seen
-    spent: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)  # the newest that any state had
     ranks_started: float | None = None  # seconds since the epoch, of the first generation
     _restored: str = ""  # the newest generation that said what it began from
+    _charges: list[float] = field(default_factory=list)  # when restarts were charged
 
     @property
     def allowance(self) -> int:
         """Return the restarts left that failures of the program may cost."""
-        return max(0, self.allowed - self.spent)
+        return max(0, self.allowed - self._count_charges())
 
     @property
     def restarts(self) -> int:
@@ -64,8 +67,13 @@ class StateNarrator:
             return ""
         if entry["cause"] == "Application" and entry.get("exitCode") in self.ignored_codes:
             return " (not charged)"
-        self.spent += 1
-        return f" ({self.allowance} of {self.allowed} restarts left)" if self.spent <= self.allowed else ""
+        self._charges.append(self.clock())
+        is_allowed = self._count_charges() <= self.allowed
+        return f" ({self.allowance} of {self.allowed} restarts left)" if is_allowed else ""
+
+    def _count_charges(self) -> int:
+        since = self.clock() - self.window_seconds
+        return sum(at > since for at in self._charges)
 
 
 def describe_cause(entry: Mapping[str, Any]) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from everstep.agent.wire.protocol import RankProgress
 from everstep.agent.wire.rank_checkpoint import RankCheckpoint
 
+from .step_rate import StepRate
+
 
 class CheckpointMeter:
     """A meter of the lowest rank that says anything of checkpoints: a save is of all ranks, and they agree."""
@@ -20,24 +22,40 @@ class CheckpointMeter:
         self._restored: dict[str, Any] | None = None
         self._teller = -1
         self._said = RankCheckpoint()
+        self._rate = StepRate()
         self._before: int | None = None  # the last step before this generation; None: another leader heard it
 
     @property
     def ranks_save(self) -> bool:
-        """Return whether the checkpoint library of this generation's ranks has spoken."""
-        return self._said != RankCheckpoint()
+        """Return whether ranks of this generation have spoken of checkpoints, and save when they are asked to."""
+        return self._said != RankCheckpoint() and self._said.takes_requests != 0
+
+    @property
+    def trained_step(self) -> int | None:
+        """Return the last step of this generation, counted as its checkpoints are; None where nobody tells that."""
+        return self._said.trained_step
+
+    def find_trained_step(self, last_step: int | None) -> int | None:
+        """Return the last step of this generation, counted as its checkpoints are if ranks tell that.
+
+        Args:
+            last_step: The last step that its ranks have reported as their progress, which may count something else.
+        """
+        return last_step if self.trained_step is None else self.trained_step
 
     def restart(self, last_step: int | None) -> None:
         """Begin a new generation.
 
         Args:
-            last_step: The last step of the one before it; None where no rank has reported one.
+            last_step: The last step of the one before it, as its progress has it; None where no rank has reported one.
         """
+        last_step = self.find_trained_step(last_step)
         if last_step is not None:
             self._before = last_step
         elif self._said.restored is not None:  # what was lost before it is told already
             self._before = self._said.restored
         self._teller, self._said = -1, RankCheckpoint()
+        self._rate.restart()
 
     def update(self, wall: float, generation: tuple[int, int], ranks: Iterable[RankProgress]) -> bool:
         """Take in what ranks say.
@@ -59,6 +77,8 @@ class CheckpointMeter:
             news |= (said.restored, said.checkpoints_failed or 0) != (before.restored, before.checkpoints_failed or 0)
             if said.checkpoint is not None and said.checkpoint not in (before.checkpoint, self.step):
                 self.step, self._bytes, self._at = said.checkpoint, said.checkpoint_bytes, wall
+            if said.trained_step is not None and said.trained_step != before.trained_step:
+                self._rate.note(wall, said.trained_step)
             if said.checkpoints_failed is not None:
                 self._failed = said.checkpoints_failed
             if said.restored is not None and said.restored != before.restored:
@@ -74,6 +94,9 @@ class CheckpointMeter:
             "bytes": self._bytes,
             "at": self._at or None,
             "failedSaves": self._failed,
+            "every": self._said.save_every,
+            "trainedStep": self.trained_step,
+            "stepsPerSecond": self._rate.steps_per_second,
             "restored": self._restored,
         }
 

@@ -225,7 +225,7 @@ class LeaderState:
         self._advance(now)
 
     def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Sequence[protocol.RankProgress]) -> None:
-        if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
+        if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING, STOPPING):
             self.hangs.update(now, ranks)
             self.meter.update(now, now + self._wall_offset, ranks)
             if self.checkpoints.update(now + self._wall_offset, (epoch, generation), ranks):
@@ -323,7 +323,8 @@ class LeaderState:
             self._enter(RUNNING)
         if self.phase == RUNNING:
             self._ask_for_checkpoint(now)
-            left = self.departure.find_failure(now, self.generation, self.meter.generation_step)
+            trained = self.checkpoints.find_trained_step(self.meter.generation_step)
+            left = self.departure.find_failure(now, self.generation, trained)
             if left is not None:
                 self._fail(now, left)
                 return
@@ -348,12 +349,12 @@ class LeaderState:
 
     def _ask_for_checkpoint(self, now: float) -> None:
         """Hand requests on to ranks that run, and note the checkpoints that were saved for them."""
-        saved, trained = self.checkpoints.step, self.meter.generation_step
+        saved, counted, trained = self.checkpoints.step, self.checkpoints.trained_step, self.meter.generation_step
         for each in self.departure.requests:
-            asked = each.find_untold(now, self.generation, trained, saved)
+            asked = each.find_untold(now, self.generation, trained, saved, counted)
             if asked is not None:
                 self._commands.append(AskForCheckpoint(self.generation, asked))
-            if asked is not None or each.note_checkpoint(self.generation, saved):
+            if asked is not None or each.note_checkpoint(self.generation, saved, counted):
                 self._changed()
 
     def _begin_stop(self, now: float, current: Generation) -> None:
@@ -418,7 +419,8 @@ class LeaderState:
             self._fail(now, failure)
             return
         order = (self.epoch, self.generation)
-        self.departure.begin(now, failure, grace, order, self.meter.generation_step)
+        trained = self.checkpoints.find_trained_step(self.meter.generation_step)
+        self.departure.begin(now, failure, grace, order, trained)
 
     def _hurry(self, now: float, current: Generation) -> None:
         """Shorten the grace. A peer is gone, so the others can only hang in collectives: the long grace has become

@@ -15,6 +15,7 @@ class PendingCheckpoint:
         self._until: float | None = None
         self._told = 0  # the generation that has had it
         self._from_step = 0  # a checkpoint of this step or later was saved for it
+        self._is_counted = False  # that step is counted as checkpoints are
         self._saved_step: int | None = None
         self._newest_step: int | None = None  # of all that were saved since: ranks may save by themselves, too
 
@@ -27,7 +28,7 @@ class PendingCheckpoint:
         return True
 
     def find_untold(
-        self, now: float, generation: int, trained: int | None, saved: int | None
+        self, now: float, generation: int, trained: int | None, saved: int | None, counted: int | None
     ) -> CheckpointRequest | None:
         """Return the request if the ranks of this generation are to have it, which then counts as done.
 
@@ -39,6 +40,7 @@ class PendingCheckpoint:
             generation: The generation that runs.
             trained: The last step of its ranks: what was saved before is not what is asked for. None: not told yet.
             saved: The step of the newest checkpoint, if there is one.
+            counted: The last step, counted as checkpoints are; None: not told yet, and `trained` may count otherwise.
         """
         request = self._request
         if request is None or self._told == generation or self._saved_step is not None:
@@ -49,7 +51,9 @@ class PendingCheckpoint:
         if left is not None and left <= 0:
             return None
         self._told, self._newest_step = generation, None
-        self._from_step = trained if trained is not None else (saved + 1 if saved is not None else 0)
+        known = trained if counted is None else counted
+        self._from_step = known if known is not None else (saved + 1 if saved is not None else 0)
+        self._is_counted = counted is not None
         return CheckpointRequest(request.id, left)
 
     def holds_training(self, now: float, generation: int) -> bool:
@@ -82,8 +86,16 @@ class PendingCheckpoint:
     def _is_behind(self, trained: int | None) -> bool:
         return self._newest_step is not None and trained is not None and trained > self._newest_step
 
-    def note_checkpoint(self, generation: int, step: int | None) -> bool:
-        """Take in the step of the newest committed checkpoint. Return True if it is the one that was asked for."""
+    def note_checkpoint(self, generation: int, step: int | None, counted: int | None) -> bool:
+        """Take in the step of the newest committed checkpoint. Return True if it is the one that was asked for.
+
+        Args:
+            generation: The generation that runs.
+            step: That step, if there is one.
+            counted: The last step that was trained, counted as checkpoints are; None: not told yet.
+        """
+        if self._told == generation and counted is not None and not self._is_counted:
+            self._from_step, self._is_counted = counted, True
         if self._told != generation or step is None or step < self._from_step:
             return False
         self._newest_step = step

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from everstep.agent.wire.protocol import RankProgress
 
+from .step_rate import StepRate
+
 PUBLISH_INTERVAL_SECONDS = 1.0  # seconds: progress alone wakes a waiting poll at most this often
-RATE_WINDOW_SECONDS = 30.0  # seconds over which the rate is taken
 
 
 class ProgressMeter:
@@ -27,11 +27,11 @@ class ProgressMeter:
         self._metrics_rank = -1
         self._phase_rank = -1
         self._fresh = True
-        self._samples: deque[tuple[float, int]] = deque()
+        self._rate = StepRate()
 
     def restart(self) -> None:
         """Begin a new generation: its first step may lie behind the last one's, by as much as since the checkpoint."""
-        self._samples.clear()
+        self._rate.restart()
         self._metrics_rank = self._phase_rank = -1
         self._fresh = True
 
@@ -46,7 +46,7 @@ class ProgressMeter:
             self._at = wall
             if rank.step is not None and (self._fresh or self.step is None or rank.step > self.step):
                 self.step, self._fresh = rank.step, False
-                self._sample(now, rank.step)
+                self._rate.note(now, rank.step)
             if rank.total is not None:
                 self.total = rank.total
             if rank.phase and (self._phase_rank < 0 or rank.rank <= self._phase_rank):
@@ -64,29 +64,14 @@ class ProgressMeter:
         self.changed_at, self._published_at = None, now
         return True
 
-    @property
-    def steps_per_second(self) -> float | None:
-        if len(self._samples) < 2:
-            return None
-        (t0, s0), (t1, s1) = self._samples[0], self._samples[-1]
-        return round((s1 - s0) / (t1 - t0), 4) if t1 > t0 else None
-
     def to_json(self) -> dict[str, Any] | None:
         if self._at == 0.0:
             return None
         return {
             "step": self.step,
             "totalSteps": self.total,
-            "stepsPerSecond": self.steps_per_second,
+            "stepsPerSecond": self._rate.steps_per_second,
             "phase": self.phase,
             "metrics": self.metrics,
             "at": self._at,
         }
-
-    def _sample(self, now: float, step: int) -> None:
-        if self._samples and now - self._samples[-1][0] < 0.1:
-            self._samples[-1] = (self._samples[-1][0], step)
-            return
-        self._samples.append((now, step))
-        while now - self._samples[0][0] > RATE_WINDOW_SECONDS and len(self._samples) > 2:
-            self._samples.popleft()

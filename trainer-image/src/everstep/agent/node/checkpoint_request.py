@@ -1,6 +1,6 @@
 """The file by which ranks learn that a checkpoint is asked for; its path is `EVERSTEP_CHECKPOINT_REQUEST`.
 
-Programs of any language can look for it: it is there or not, appears whole, and goes before the next generation starts.
+Programs of any language can look for it: it is there or not, appears whole, and goes when the ranks are told to stop.
 `{"id": "…", "deadline": 1760000000.0}`; `deadline` is in Unix seconds by this machine's clock, or null.
 """
 

@@ -66,8 +66,7 @@ class NodeAgent:
         clock: Callable[[], float],
         lease_clock: Callable[[], float] = read_boottime,
     ) -> None:
-        self.config = config
-        self.incarnation = incarnation
+        self.config, self.incarnation = config, incarnation
         self.epoch = config.epoch  # of the newest leader; never goes back
         self.order = (0, 0)  # (epoch, generation) of the newest ranks
         self.leaving = False
@@ -85,8 +84,7 @@ class NodeAgent:
         self._heard = 0.0
         self._started: set[int] = set()  # ranks
         self._exits: list[ProcessExit] = []
-        self._clean = True
-        self._unclean = self._given_up_because = ""
+        self._clean, self._unclean, self._given_up_because = True, "", ""
         self._progress: dict[int, RankProgress] = {}
         self._gpus: tuple[Gpu, ...] = ()
         self._gpus_told: tuple[Gpu, ...] = ()  # on the present link
@@ -216,9 +214,8 @@ class NodeAgent:
             self._report_soon(0)
             return
         self.order = order
-        self._started, self._exits, self._progress = set(), [], {}
+        self._started, self._exits, self._progress, self._clean = set(), [], {}, False
         self._nobody_saves.clear()
-        self._clean = False
         self._checkpoint_request.clear()
         self._fenced = self._lease.expired(self._lease_clock())
         self._starting = self._tasks.start(self._run_start(layout))
@@ -242,6 +239,7 @@ class NodeAgent:
         if self._clean:
             self._report_soon(0)
             return
+        self._checkpoint_request.clear()  # ranks that wait after their save go on to their own end
         grace = min(grace, max(0.0, self._leave_at - self._clock()))
         kill_at = self._clock() + grace
         before = self._stopping
@@ -442,6 +440,8 @@ class NodeAgent:
         if self._report_handle is not None:
             self._report_handle.cancel()
             self._report_handle = None
+        if self._progress and self._channel is not None:
+            self._beat(self._channel)  # the last words of ranks that ended come before their end
         report = GenerationReport(*self.order, len(self._started), tuple(self._exits), self._clean, self._unclean)
         self._send(report.to_json())
 

@@ -1,4 +1,5 @@
-"""A rank's words about checkpoints: the newest one that is stored, saves that failed, and what it began from."""
+"""A rank's words about checkpoints: the newest one that is stored, saves that failed, what it began from, and how far
+it is, counted as its checkpoints are."""
 
 from __future__ import annotations
 
@@ -22,6 +23,10 @@ class RankCheckpoint:
         restored_ms: The milliseconds that the restore took.
         restored_from: One of TIERS: the farthest that any rank had to read from.
         restored_over: The number of newer checkpoints that were passed over because they were damaged.
+        trained_step: The last step of training by the numbers of its checkpoints: what it reports as `step` may count
+            batches or epochs.
+        save_every: The seconds between two of its saves; 0 where these do not go by time.
+        takes_requests: Whether it saves when it is asked to (1 or 0); None: it does if it says anything.
     """
 
     checkpoint: int | None = None
@@ -31,6 +36,9 @@ class RankCheckpoint:
     restored_ms: int | None = None
     restored_from: str | None = None
     restored_over: int | None = None
+    trained_step: int | None = None
+    save_every: int | None = None
+    takes_requests: int | None = None
 
     def take(self, name: str, value: str) -> RankCheckpoint | None:
         """Return this with one more word of a rank.

@@ -17,6 +17,11 @@ _SPARE_MEMORY = 64 << 20
 # A file system of its own, as a container's /dev/shm of 64 MB, only needs room for the small files beside the parts.
 _SPARE_FILES = 512 << 10
 
+# Where the size of the memory for slots is said.
+ENLARGING = (
+    "spec.checkpoint.memory of a TrainingJob, sizeLimit of a pod's volume, --shm-size of a container, size= of a tmpfs"
+)
+
 
 class InsufficientMemory(CheckpointError):
     """The slots do not fit; the message says by how much and what to change."""
@@ -31,7 +36,7 @@ def check_memory(directory: Path, need: int, copies: int, kept: int = 0) -> None
         return
     on_files = shutil.disk_usage(directory).free
     rooms = [
-        (on_files, _SPARE_FILES, f"the file system of {directory}", "give it more (sizeLimit, --shm-size)"),
+        (on_files, _SPARE_FILES, f"the file system of {directory}", f"give it more ({ENLARGING})"),
         (_get_machine_memory(), _SPARE_MEMORY, "this machine", "use a greater one"),
         *(
             (free, _SPARE_MEMORY, f"the memory limit of cgroup {name}", "raise the limit")

@@ -67,7 +67,7 @@ def find_deadline(seconds: float | None, told_at: float, looked: float) -> float
     return now + seconds - min(max(0.0, time.time() - told_at), now - looked)
 
 
-def hold_training(wait: Callable[[float], None], seconds: float) -> None:
+def hold_training(wait: Callable[[float], None], seconds: float, is_over: Callable[[], bool]) -> None:
     """Train no further after a save for a node that goes away: whoever asked for it stops the ranks once it is
     committed, and what they trained meanwhile would be lost.
 
@@ -76,9 +76,12 @@ def hold_training(wait: Callable[[float], None], seconds: float) -> None:
     Args:
         wait: Waits for so many seconds until what was saved is in the store, or raises SaveFailed.
         seconds: Left until the save is of no use any more.
+        is_over: Tells that the ranks are being stopped: a handler that only makes a note of it lets training go on to
+            its end, for which nobody should wait.
     """
+    is_over()  # whether this rank's node had the request at all, is seen now
     with reporting_checkpoint_phase(), contextlib.suppress(SaveFailed):
         wait(seconds)
         until = time.monotonic() + HOLD_SECONDS
-        while time.monotonic() < until:
+        while time.monotonic() < until and not is_over():
             time.sleep(_PAUSE)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +50,7 @@ class SaveCoordinator:
     policy: Policy
     timeout: float
     commit_timeout: float
+    is_stopped: Callable[[], bool]
 
     def __post_init__(self) -> None:
         self._outcomes = SaveOutcomes(
@@ -114,7 +116,7 @@ class SaveCoordinator:
                 if not self._take(step, decision.step, decision.replan):
                     self.agreement.restart()  # the next boundary was counted from a step that is not that of all
                 elif decision.hold > 0:
-                    hold_training(self._wait, decision.hold)
+                    hold_training(self._wait, decision.hold, self.is_stopped)
             if not self.agreement.leads:
                 self._outcomes.learn()
         self.agreement.prepare(step, self._choose_early)

@@ -111,7 +111,7 @@ class Checkpointer:
             self._topology = topology.find_topology(self._group)
             self.store, self._directory = open_places(asked, self._topology, self._group)
             self._kv_store: KVStore = SharedKVStore.open(self._group, asked.times.timeout)
-        self._events = Events(reports=self._topology.rank == 0, trains=False)
+        self._events = Events(reports=self._topology.rank == 0, trains=False, every=self._trigger.every)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
         self.attempt: Attempt | None = None
@@ -252,6 +252,7 @@ class Checkpointer:
         another step() or save(), as in a callback of an event.
         """
         step = check_step(step)
+        self._events.tell_step(step)  # the first claim may take its time
         coordinator = self._claimed()
         # One rank asks for all, and rank 0 hears it soonest: each that asked would be one more save.
         if self._topology.rank == 0 and (asked := self._request_file.take()) is not None:
@@ -399,6 +400,7 @@ class Checkpointer:
             policy=self._asked.policy,
             timeout=self._asked.times.timeout,
             commit_timeout=self._asked.times.commit_timeout,
+            is_stopped=self._request_file.is_gone,
         )
         self._events.begin_training()
         if self._wish is not None:

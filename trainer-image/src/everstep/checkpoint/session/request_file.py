@@ -39,6 +39,7 @@ class RequestFile:
         self._path = path
         self._clock = clock
         self._look_at = float("-inf") if path is not None else float("inf")
+        self._was_there = False
         self._seen: tuple[int, int] | None = None
         self._handled = set(_handled)
 
@@ -47,6 +48,12 @@ class RequestFile:
         """Return that of this process's agent, whose path is in `EVERSTEP_CHECKPOINT_REQUEST`."""
         path = environment.get(VARIABLE)
         return cls(Path(path) if path else None)
+
+    def is_gone(self) -> bool:
+        """Tell whether a request was seen and is there no more: the ranks are being stopped."""
+        is_there = self._path is not None and self._path.exists()
+        self._was_there |= is_there
+        return self._was_there and not is_there
 
     def take(self) -> OutsideRequest | None:
         """Return a request that has come since the last look, once; None where there is none, or it is too late."""

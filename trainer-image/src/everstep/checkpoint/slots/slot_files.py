@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.host.available_memory import ENLARGING
 
 _ATTEMPTS = 100
 MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
@@ -121,8 +122,8 @@ def _tell_full(path: Path, need: int, error: OSError) -> str:
     inodes = f" and {files.f_favail} of {files.f_files} inodes" if files.f_files else ""
     return (
         f"{os.strerror(error.errno or 0)}: the memory for checkpoints in {path.parent} has {found.free} of "
-        f"{found.total} bytes{inodes} left, and a file of {need} bytes has no room there; enlarge it (sizeLimit of a "
-        f"pod's volume, --shm-size of a container, size= of a tmpfs) or {_ANOTHER}"
+        f"{found.total} bytes{inodes} left, and a file of {need} bytes has no room there; enlarge it ("
+        f"{ENLARGING}) or {_ANOTHER}"
     )
 
 
