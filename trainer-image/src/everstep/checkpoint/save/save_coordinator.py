@@ -172,6 +172,8 @@ class SaveCoordinator:
                 )
                 if not self._is_told_to_end and sys.exc_info()[0] is None:  # of sys.exit(), by a handler perhaps
                     self._end.wait_until_tidy()
+                    self.saver.close()  # the memory of a file that is mapped is not free
+                    self._end.wait_until_memory_is_free()
             else:
                 self._end.leave_briefly()
         finally:
