@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -74,6 +75,17 @@ def test_credentials_that_are_renewed_in_a_file_count_after_a_save_that_was_reje
     file.write_text(write(name, ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]))
     node.save(key(20))
     assert node.report("saved")["key"] == str(key(20))
+
+
+def test_a_rank_of_another_version_hears_how_to_end_the_writer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays for some minutes after a run that was killed, and the next one may have an upgraded library."""
+    node = site.node()
+    node.die()
+    monkeypatch.setattr(control, "PROTOCOL", control.PROTOCOL + 1)
+    with pytest.raises(CheckpointError, match=f"another everstep, .* end it: kill {node.pid}$"):
+        site.node(attempt="0000000000.0000000002")
+    os.kill(node.pid, signal.SIGTERM)
+    until(lambda: not node.runs, "it has ended")
 
 
 def test_an_attempt_that_is_over_is_sent_away(site: Site) -> None:

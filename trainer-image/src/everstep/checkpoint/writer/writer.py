@@ -168,7 +168,8 @@ class Writer:
 
     async def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> dict[str, Any]:
         if said["protocol"] != control.PROTOCOL:
-            raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
+            why = f"this writer, of another everstep, speaks protocol {control.PROTOCOL}, not {said['protocol']}"
+            raise CheckpointError(f"{why}; when no run needs it any more, end it: kill {os.getpid()}")
         config = WriterConfig(**said["config"])
         local = int(said["local"])
         self._verifier.stop()
