@@ -33,6 +33,14 @@ def save(folder: Path, objects: dict[str, Any], step: int = 10) -> Path:
     return folder / "store"
 
 
+def test_a_url_that_pathlib_has_cut_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would save into a folder of its machine, and lose all of it with the machine."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"give it as text, s3://bucket/run/fold-1; .* give \./s3:/bucket/run/fold-1"):
+        everstep.checkpointer(Path("s3://bucket/run") / "fold-1")
+    assert everstep.checkpointer("./s3:/bucket/run").store.url == f"{tmp_path}/s3:/bucket/run"
+
+
 def test_a_step_may_be_a_whole_number_of_numpy(tmp_path: Path) -> None:
     for step in (10, 20):
         save(tmp_path, {"x": {"at": step}}, step)

@@ -50,6 +50,14 @@ def test_what_was_saved_last_is_verified_and_older_ones_are_gone_when_the_end_re
     assert list_verified(folder) == [(3, True)]
 
 
+def test_the_memory_of_a_session_is_free_when_its_end_returns(folder: Path) -> None:
+    """A script that goes on in another store, as with the next fold of its data, may have no room for both."""
+    with session(folder) as ckpt:
+        ckpt.track(state={"weights": torch.ones(1_000_000)})
+        ckpt.save(1)
+    assert [path.name for path in folder.iterdir()] == ["store"]
+
+
 @pytest.mark.parametrize("how", ["exit", "deadline"])
 def test_who_is_told_to_end_waits_for_the_store_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The time that a process is given may be over soon: one that is killed counts as failed."""

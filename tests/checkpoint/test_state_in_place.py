@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import fractions
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
 from tests.checkpoint.test_state_fit import moved  # noqa: E402
@@ -76,6 +79,48 @@ def test_a_parameter_in_a_dictionary_goes_on_with_its_optimizer(tmp_path: Path) 
 def test_a_value_that_could_not_be_given_back_is_refused_at_the_start(tmp_path: Path, value: Any) -> None:
     with session(tmp_path) as ckpt, pytest.raises(CheckpointError, match="stays what it is now"):
         ckpt.track(value=value)
+
+
+def read_only_array() -> Any:
+    array = np.ones(3)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.int64(3), read_only_array(), torch.float32, collections.deque([1.0]), fractions.Fraction(1, 3)],
+    ids=["a number of NumPy", "a read-only array", "a type", "a deque", "a fraction"],
+)
+def test_what_can_be_saved_and_could_not_take_in_what_was_saved_is_refused_at_the_start(
+    tmp_path: Path, value: Any
+) -> None:
+    options = everstep.StorageOptions(allow_pickle=True)
+    with everstep.checkpointer(tmp_path / "store", storage=options) as ckpt:
+        with pytest.raises(CheckpointError, match="stays what it is now"):
+            ckpt.track(value=value)
+        ckpt.track(state={"value": value})
+
+
+def test_a_copy_of_the_state_of_an_object_is_refused_in_its_place(tmp_path: Path) -> None:
+    """A restore would fill the copy, and the training would go on with a new optimizer without a word."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedulers = torch.optim.lr_scheduler
+    objects: list[Any] = [
+        optimizer,
+        schedulers.CosineAnnealingLR(optimizer, 5),
+        schedulers.ReduceLROnPlateau(optimizer),
+        schedulers.SequentialLR(optimizer, [schedulers.LinearLR(optimizer), schedulers.LinearLR(optimizer)], [2]),
+        schedulers.ChainedScheduler([schedulers.LinearLR(optimizer)], optimizer=optimizer),
+        torch.amp.GradScaler("cpu"),
+    ]
+    with session(tmp_path) as ckpt:
+        for each in objects:
+            with pytest.raises(CheckpointError, match=r"a copy, .* Give the object itself"):
+                ckpt.restore(model=model, its=each.state_dict())
+            ckpt.restore(model=model, its=each)
+        ckpt.restore(model=model.state_dict())  # its tensors are those of the model
 
 
 def test_an_array_of_another_size_is_no_silent_restore(tmp_path: Path) -> None:

@@ -78,6 +78,21 @@ def test_metadata_that_cannot_be_kept_is_refused_where_it_is_given(bad: Any, nam
             ckpt.save(1, metadata=bad)
 
 
+def test_metadata_for_a_step_that_is_saved_already_is_told_to_be_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """best() would find nothing, long after the training."""
+    with session(tmp_path, every_steps=1, policy="wait") as ckpt:
+        ckpt.track(model=Model())
+        ckpt.save(1, metadata={"loss": 1.0})
+        ckpt.step(1)
+        assert "saved already" not in caplog.text
+        ckpt.step(2)
+        assert not ckpt.save(2, metadata={"loss": 2.0}).saves
+    assert "step 2 is saved already, without this metadata" in caplog.text
+    assert [each.metadata for each in everstep.list_checkpoints(tmp_path / "store")] == [{}, {"loss": 1.0}]
+
+
 def test_the_metadata_of_ranks_that_measure_differently_is_that_of_rank_0(tmp_path: Path) -> None:
     ranks.run(2, note_by_rank, tmp_path)
     assert [each.metadata for each in everstep.list_checkpoints(tmp_path / "store")] == [{"loss": 0.0}]

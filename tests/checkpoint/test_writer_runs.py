@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from everstep.checkpoint.writer import control
 from everstep.checkpoint.writer.control import WriterLost
 from everstep.checkpoint.writer.writer import Writer
 from tests.checkpoint.builders import key
+from tests.checkpoint.s3_server import ENVIRONMENT
 from tests.checkpoint.writers import PATIENCE, Node, Site, until
 
 
@@ -37,6 +39,53 @@ def test_a_new_attempt_finds_the_old_ones_writer_at_work(site: Site) -> None:
     new.save(key(5, generation=2))
     new.report("saved")
     assert list_candidates(site.store) == [key(5, generation=2)]
+
+
+@pytest.mark.integration
+def test_a_run_that_begins_with_renewed_credentials_saves_by_a_writer_that_had_others(
+    site: Site, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "has expired")
+    old = site.node(url=s3_url)
+    old.save(key(10))
+    old.report("failed")
+    old.die()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ENVIRONMENT["AWS_SECRET_ACCESS_KEY"])
+    new = site.node(url=s3_url, attempt="0000000000.0000000002")
+    assert new.pid == old.pid
+    new.save(key(20, generation=2))
+    new.report("saved")
+    assert list_candidates(open_store(s3_url))[0] == key(20, generation=2)
+
+
+@pytest.mark.integration
+def test_credentials_that_are_renewed_in_a_file_count_after_a_save_that_was_rejected(
+    site: Site, s3_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "credentials"
+    name = ENVIRONMENT["AWS_ACCESS_KEY_ID"]
+    write = "[default]\naws_access_key_id = {}\naws_secret_access_key = {}\n".format
+    file.write_text(write(name, "has expired"))
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    node = site.node(url=s3_url)
+    node.save(key(10))
+    node.report("failed")
+    file.write_text(write(name, ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]))
+    node.save(key(20))
+    assert node.report("saved")["key"] == str(key(20))
+
+
+def test_a_rank_of_another_version_hears_how_to_end_the_writer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays for some minutes after a run that was killed, and the next one may have an upgraded library."""
+    node = site.node()
+    node.die()
+    monkeypatch.setattr(control, "PROTOCOL", control.PROTOCOL + 1)
+    with pytest.raises(CheckpointError, match=f"another everstep, .* end it: kill {node.pid}$"):
+        site.node(attempt="0000000000.0000000002")
+    os.kill(node.pid, signal.SIGTERM)
+    until(lambda: not node.runs, "it has ended")
 
 
 def test_an_attempt_that_is_over_is_sent_away(site: Site) -> None:

@@ -80,9 +80,9 @@ class SaveCoordinator:
         self._told = 0.0  # seconds that rank 0 had taken for a decision when that was told last
 
     @property
-    def saved(self) -> bool:
-        """Tell whether a save was begun."""
-        return self._outcomes.last is not None
+    def newest_step(self) -> int | None:
+        """Return the step of the newest save that was begun; None before the first."""
+        return None if self._outcomes.last is None else self._outcomes.last.step
 
     def go_on(self, saver: Saver, step: int | None) -> None:
         """Other objects are saved from here on; all ranks say so together. `step`: that training goes on from, where
@@ -174,6 +174,8 @@ class SaveCoordinator:
                 )
                 if not self._is_told_to_end and sys.exc_info()[0] is None:  # of sys.exit(), by a handler perhaps
                     self._end.wait_until_tidy()
+                    self.saver.close()  # the memory of a file that is mapped is not free
+                    self._end.wait_until_memory_is_free()
             else:
                 self._end.leave_briefly()
         finally:

@@ -12,6 +12,7 @@ from everstep.checkpoint.events import CheckpointEvent, Events
 from everstep.checkpoint.save.outcomes import SaveFailed, SaveOutcomes
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.save.step_agreement import Agreement
+from everstep.checkpoint.slots.slots import Slots
 from everstep.coordination.errors import KVStoreLost
 
 _BRIEF = 2.0  # seconds that telling it may take after an error
@@ -19,6 +20,7 @@ _LOOK = 0.25  # seconds between two looks for ranks that are lost
 _SURELY_LOST = 2.0  # seconds without a connection to the writer: a rank that lives may be about to connect again
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds
 _TIDY = 30.0  # seconds that what was saved last may take to be verified, and older ones to be removed
+_FREE = 1.0  # seconds that a writer may take to give the memory back when all ranks of its node have left
 
 
 def tell_unmet_request(events: Events, deadline: float | None, raises: bool) -> None:
@@ -132,6 +134,19 @@ class SessionEnd:
                     return
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def wait_until_memory_is_free(self) -> None:
+        """Hang up, and wait until the node's writer has given the memory back, as it does when its last rank leaves.
+
+        What is done next, as a session in another store, may need this memory. Not for long: other ranks of the node
+        may stay in their sessions, and other processes may read the slots.
+        """
+        self._node.close()
+        slots = Slots(self._node.directory)
+        until, pause = time.monotonic() + _FREE, _FIRST_PAUSE
+        while slots.hold_memory and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _say_goodbye(self, hear: Callable[[], None], world: int, timeout_seconds: float) -> None:
         """Leave in order. Rank 0 waits for the others, which may have more to do before they close than it has."""

@@ -162,7 +162,7 @@ class Checkpointer:
         when it is not of these objects: they are untouched then. CheckpointError once this session has saved: what it
         saves next would be older than checkpoints of the same attempt.
         """
-        if self._coordinator is not None and self._coordinator.saved:
+        if self._coordinator is not None and self._coordinator.newest_step is not None:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
         everything = add_generators(objects)
 
@@ -262,7 +262,8 @@ class Checkpointer:
 
     @one_at_a_time
     def save(self, step: int, deadline: float | None = None, *, metadata: Mapping[str, Any] | None = None) -> Forecast:
-        """Saves now; all ranks call it at the same step. Waits until an earlier save is in the store.
+        """Saves now, unless this step is saved already; all ranks call it at the same step. Waits until an earlier save
+        is in the store.
 
         metadata: a small JSON object that is kept with the checkpoint, beside what the attribute `metadata` says; rank
         0's counts. CheckpointError for another type, and above 64 KiB.
@@ -274,6 +275,8 @@ class Checkpointer:
         pack_metadata(metadata or {})
         coordinator = self._claimed()
         self._noted = dict(metadata or {})
+        if metadata and coordinator.newest_step == step and self._topology.rank == 0:
+            _log.warning("step %s is saved already, without this metadata: call save() before step()", step)
         try:
             return coordinator.save(step, deadline)
         finally:

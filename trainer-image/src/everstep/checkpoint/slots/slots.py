@@ -242,11 +242,9 @@ class Slot:
 
     @property
     def is_read(self) -> bool:
-        with ExitStack() as stack:
-            try:
-                return not self.lock_out_readers(stack)
-            except FileNotFoundError:  # it has been removed
-                return False
+        with contextlib.suppress(FileNotFoundError), ExitStack() as stack:
+            return not self.lock_out_readers(stack)
+        return False  # it has been removed
 
     def lock_out_readers(self, stack: ExitStack) -> bool:
         """Let nobody begin to read the slot until `stack` ends; false, and nothing is locked, while it is read."""
@@ -412,9 +410,17 @@ class Slots:
 
     def clear_removed(self) -> None:
         """Finish what remove() began, here or in a process that died in the middle of it."""
-        for path in (*list_files(self.directory.parent), *list_files(self.directory)):
-            if path.name.startswith(self._removed_prefix):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self._list_removed():
+            shutil.rmtree(path, ignore_errors=True)
+
+    @property
+    def hold_memory(self) -> bool:
+        """Tell whether anything of these slots, or of copies, is still there, also where it is being removed."""
+        return any((*self, *Slots(self.directory / COPIES), *self._list_removed()))
+
+    def _list_removed(self) -> list[Path]:
+        places = (*list_files(self.directory.parent), *list_files(self.directory))
+        return [path for path in places if path.name.startswith(self._removed_prefix)]
 
     def _move_away(self) -> None:
         gone = self.directory.with_name(f"{self._removed_prefix}{os.getpid()}")

@@ -7,6 +7,8 @@ from typing import Any, Generic, Protocol
 
 import torch
 
+from everstep.checkpoint.state.kinds import ANEW
+
 _ROOTS = (*torch.optim.Optimizer.__mro__, Protocol, Generic)
 
 _WRAPPED_OPTIMIZERS = ("optim", "optimizer", "_optimizer", "base_optimizer")  # where wrappers hold what they wrap
@@ -55,13 +57,13 @@ def why_other_class(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any
     if not is_of_kind(one, other):
         return (
             f"{name} is a {other[0]} in the checkpoint, a {one[0]} here, whose state is another: make the same one, or "
-            "leave it out of restore() and name it in track() to begin with a new one"
+            f"leave it out of restore() and {ANEW}"
         )
     parts, saved = ours.get("parts", ()), theirs.get("parts", ())
     if len(parts) != len(saved):
         return (
             f"{name} holds {len(saved)} schedulers in the checkpoint, {len(parts)} here: make the same ones, or leave "
-            "it out of restore() and name it in track() to begin with new ones"
+            f"it out of restore() and {ANEW}"
         )
     pairs = enumerate(zip(parts, saved, strict=True))
     found = (why_other_class(f"{name}: its scheduler {number}", *pair) for number, pair in pairs)

@@ -13,6 +13,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.values import check_size, pack_value
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_bulk, to_tensor
+from everstep.checkpoint.state.copied_states import explain_copied_state
 from everstep.checkpoint.state.kinds import FromRank, ObjectKind, PerRank, Stateful, is_tensor, unwrap_marked
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.loader_samplers import is_loader
@@ -126,6 +127,8 @@ def flatten_objects(
                 # A module and an optimizer are made by the script, with tensors of their classes.
                 if isinstance(kind, StateValue | StatefulObject) and is_of_own_class(leaf):
                     classes[name] = type(leaf).__name__
+        if isinstance(kind, StateValue) and not kind.takes_in:  # it can be saved, as every number can
+            raise CheckpointError(_tell_immutable(kind.prefix, kind.value))
     return Flat(tensors, values, bulk, frozenset(elsewhere & tensors.keys()), classes)
 
 
@@ -192,10 +195,9 @@ def bind_kinds(objects: Mapping[str, object], *, rank: int, step: int | None = N
         elif isinstance(inner, Stateful):
             others.append(StatefulObject(prefixes[name], inner, step))
         elif _is_immutable(inner):
-            raise CheckpointError(
-                f"{name}: a {type(inner).__name__} stays what it is now, and would be saved as that for ever; give a "
-                f"dictionary that holds it and is kept up to date, as state={{{name!r}: …}}"
-            )
+            raise CheckpointError(_tell_immutable(name, inner))
+        elif why := explain_copied_state(name, inner):
+            raise CheckpointError(why)
         else:
             others.append(StateValue(prefixes[name], inner))
     for optimizer in optimizers:
@@ -239,6 +241,13 @@ def _is_immutable(value: object) -> bool:
     if isinstance(value, tuple):
         return not value or any(map(_is_immutable, value))
     return value is None or isinstance(value, int | float | complex | str | bytes | frozenset | range)
+
+
+def _tell_immutable(name: str, value: object) -> str:
+    return (
+        f"{name}: a {type(value).__name__} stays what it is now, and would be saved as that for ever; give a "
+        f"dictionary that holds it and is kept up to date, as state={{{name!r}: …}}"
+    )
 
 
 def _list_modules(each: Any) -> Sequence[nn.Module]:

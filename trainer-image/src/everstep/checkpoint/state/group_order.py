@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.state.kinds import ObjectKind, Saved
+from everstep.checkpoint.state.kinds import ANEW, ObjectKind, Saved
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.param_options import PLACES
 from everstep.checkpoint.state.plain import StatefulObject
@@ -33,8 +33,7 @@ def find_order_problems(restored: Sequence[tuple[ObjectKind, Saved]]) -> list[st
         said, count = moved
         problems += [
             f"{other.prefix} has a number for each group of {kind.prefix} by its place, and {said}: build the groups "
-            f"in the order in which they were saved, or leave {other.prefix} out of restore() and name it in track() "
-            "to begin with a new one"
+            f"in the order in which they were saved, or leave {other.prefix} out of restore() and {ANEW}"
             for other, held in restored
             if isinstance(other, StatefulObject) and _counts_on_order(other.inner, held, params, count)
         ]

@@ -25,6 +25,9 @@ __all__ = ["WHOLE", "ObjectKind", "PerRank", "Saved", "StateMismatch", "Stateful
 
 Leaf = TypeVar("Leaf")
 
+# The end of messages that reject a state, and its warning: a run may be started again after any failure.
+ANEW = "name it in track() to begin with a new one, in one start alone: each start that does so begins with a new one"
+
 
 class StateMismatch(CheckpointError):
     """The checkpoint is good, but not of these objects; nothing was touched. Each problem names what does not fit."""

@@ -20,6 +20,7 @@ from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.casting import Casts
 from everstep.checkpoint.state.classes import is_of_kind, kind_of
 from everstep.checkpoint.state.kinds import (
+    ANEW,
     WHOLE,
     Absent,
     Saved,
@@ -327,7 +328,7 @@ class OptimizerObject:
         if not is_of_kind(ours, theirs):
             problems.append(
                 f"{self.prefix} is a {theirs[0]} in the checkpoint, a {ours[0]} here, whose state is another: "
-                "make the same optimizer, or leave it out of restore() and name it in track() to begin with a new one"
+                f"make the same optimizer, or leave it out of restore() and {ANEW}"
             )
 
     def _check_options(self, saved: Saved, problems: list[str]) -> None:

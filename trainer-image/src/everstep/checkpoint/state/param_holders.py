@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Saved
+from everstep.checkpoint.state.kinds import ANEW, Saved
 from everstep.checkpoint.state.param_options import PARAM_NAMES
 
 # Of each parameter of no module: the saved tensor that it is, as `<parameter>.<full name>`, and true.
@@ -94,5 +94,5 @@ def _describe(saved: Saved, param: str, was: str, now: str) -> str:
     return (
         f"{saved.prefix} knows parameters of no module by their order, and its parameter {param} was {was} when saved, "
         f"and is {now} here: give {saved.prefix} its parameters in the order in which they were saved, or leave it out "
-        "of restore() and name it in track() to begin with a new one"
+        f"of restore() and {ANEW}"
     )

@@ -129,6 +129,12 @@ class StateValue:
         self.value = value
         self.kept: list[str] = []
 
+    @property
+    def takes_in(self) -> bool:
+        """Tell whether the value can get another content, as a restore gives it, and stay the object that it is."""
+        is_array = is_instance(self.value, "numpy", "ndarray") and self.value.flags.writeable
+        return is_array or isinstance(self.value, torch.Tensor | MutableMapping | list | tuple | set | bytearray)
+
     def leaves(self) -> Iterator[tuple[str, Any]]:
         # Of a mapping that is no dictionary the content is saved: the script's own object gets it back.
         plain = isinstance(self.value, Mapping) and not isinstance(self.value, dict)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state.kinds import ANEW
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.memory import get_local_tensor
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-BEGIN_ANEW = "or leave the optimizer out of restore() and name it in track() to begin with a new one"
+BEGIN_ANEW = f"or leave the optimizer out of restore() and {ANEW}"
 
 # As torch shows them, in one version or another; that of FSDP2 beside tensor parallelism, and a sum that is not taken.
 _STRIDED = re.compile(r"_S\((\d+), (\d+)\)|_StridedShard\(dim=(\d+), sf=(\d+)\)")

@@ -28,6 +28,9 @@ __all__ = [
 # Names are made by keys.py or are lease ids; anything else is a mistake or a manifest that wants out of its store.
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*", re.ASCII)
 
+# What pathlib makes of a URL. A folder of this name would be taken for the store, and end with its machine.
+_CUT_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/([^/].*)", re.DOTALL)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
@@ -144,6 +147,11 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
     `options` go to the store of that kind. Only the module that serves `url` is imported.
     """
     text = os.fspath(url)
+    if cut := _CUT_URL.match(text):
+        raise ValueError(
+            f"{text} is a URL with a slash too few, as pathlib makes of one: give it as text, {cut[1]}://{cut[2]}; for "
+            f"a folder of this name give ./{text}"
+        )
     scheme, found, _ = text.partition("://")
     if not found or scheme == "file":
         from everstep.checkpoint.store.posix import PosixStore

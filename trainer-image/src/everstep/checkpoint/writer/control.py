@@ -146,8 +146,15 @@ class WriterLink:
 
     def hello(self, config: WriterConfig, local: int, timeout: float = ANSWER_TIMEOUT) -> None:
         """Say who we are and what the run is like; again when that has changed, on all ranks of the node."""
-        process = describe_process()
-        said = self.call("hello", timeout, protocol=PROTOCOL, process=process, local=local, config=vars(config))
+        said = self.call(
+            "hello",
+            timeout,
+            protocol=PROTOCOL,
+            process=describe_process(),
+            local=local,
+            config=vars(config),
+            environment=_list_variables(),
+        )
         self.port = said["port"]
 
     @property
@@ -282,6 +289,16 @@ def _list_places() -> list[str]:
             if isinstance(place, str) and b"\0" not in os.fsencode(place):
                 places[str(Path(place).absolute())] = None
     return list(places)
+
+
+def _list_variables() -> dict[str, str]:
+    """Return this process's environment as a writer that runs already is told it; nothing where it is too large.
+
+    What a store is opened with, as credentials that were renewed, is found there.
+    """
+    found = _find_environment()
+    is_small = sum(len(os.fsencode(name)) + len(os.fsencode(value)) for name, value in found.items()) < MAX_LINE // 8
+    return found if is_small else {}
 
 
 def _find_environment() -> dict[str, str]:

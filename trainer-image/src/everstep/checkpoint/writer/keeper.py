@@ -4,9 +4,10 @@ remove what is not to be kept."""
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,24 @@ class Keeper:
     def forget(self, slot: Slot) -> None:
         """Let go of the parts of a slot that is removed."""
         self._mappings.forget(slot)
+
+    def open_anew(self, config: WriterConfig) -> None:
+        """Open the store of a run anew when it is needed next: what it was opened with may be set right by then."""
+        self._stores.pop(config.url, None)
+
+    def take_over(self, environment: Mapping[str, str]) -> None:
+        """Go on for another run: open its store as its own processes do, with credentials that may have been renewed.
+
+        Args:
+            environment: That of a rank of the run; empty where it is not known.
+        """
+        if environment:
+            os.environ.update(environment)
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+        self._stores, self._verified = {}, {}
+        for slot in self._slots:
+            self.forget(slot)  # parts that the run does without are kept mapped by nobody
 
     async def keep(self, save: Save) -> dict[str, Any]:
         """Return the figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""
@@ -236,9 +255,10 @@ class Keeper:
         return self._keeps_best.setdefault((config.url, made.count, made.metric, made.mode), made)
 
     def _at(self, config: WriterConfig) -> Store:
-        if config.url not in self._stores:
-            self._stores[config.url] = open_store(config.url, **config.options)
-        return self._stores[config.url]
+        found = self._stores.get(config.url)
+        if found is None:
+            found = self._stores[config.url] = open_store(config.url, **config.options)
+        return found
 
 
 async def _while_it_goes_on(work: asyncio.Future[None], progress: SaveProgress, limit: float) -> None:

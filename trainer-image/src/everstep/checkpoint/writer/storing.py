@@ -140,6 +140,7 @@ class Storing:
             why = save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
         except Exception as error:  # whatever a store does, the next save gets its chance
             _log.exception("%s was not saved", key)
+            self._keeper.open_anew(save.config)
             why = f"{error}" or repr(error)
             if isinstance(error, FileNotFoundError) or not save.slot.path.exists():  # a store's errors are others
                 why = explain_removed(save.slot.path)

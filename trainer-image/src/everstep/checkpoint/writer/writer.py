@@ -168,7 +168,8 @@ class Writer:
 
     async def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> dict[str, Any]:
         if said["protocol"] != control.PROTOCOL:
-            raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
+            why = f"this writer, of another everstep, speaks protocol {control.PROTOCOL}, not {said['protocol']}"
+            raise CheckpointError(f"{why}; when no run needs it any more, end it: kill {os.getpid()}")
         config = WriterConfig(**said["config"])
         local = int(said["local"])
         self._verifier.stop()
@@ -177,7 +178,7 @@ class Writer:
         if self._ended.is_set():  # while this rank waited: it has seen nobody connected, and given the memory back
             raise ConnectionAbortedError("this writer ends, and the rank gets another one")
         if not self._membership.is_of_run(config):
-            self._take_over(config)
+            self._take_over(config, said.get("environment", {}))
         self._membership.config = config  # the keeper of our copies is known now
         if writer not in self._ranks:
             before = self._membership.find_earlier_connection(writer, local)
@@ -189,15 +190,14 @@ class Writer:
             self._recover(slot, config)
         return {"port": self._peers.trust(config.secret, config.slots)}
 
-    def _take_over(self, config: WriterConfig) -> None:
+    def _take_over(self, config: WriterConfig, environment: dict[str, str]) -> None:
         """This run has the node from here on. What an earlier one's ranks had filled is still stored: see _recover."""
         Slots.create(self._slots.directory, 0)  # reserve() makes the slots, once they are known to find room
         self._membership.take_over(config)
         self._ends.clear()
         self._filling = Filling()
         self._storing.take_over(config)
-        for slot in self._slots:
-            self._keeper.forget(slot)  # parts that the run does without are kept mapped by nobody
+        self._keeper.take_over(environment)
 
     async def _disown(self, config: WriterConfig) -> None:
         """Free what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
