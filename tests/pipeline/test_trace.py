@@ -19,6 +19,8 @@ from everstep.pipeline.frontend import split_model, stage, trace_model  # noqa: 
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
 from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
+from everstep.pipeline.frontend.split import node_modules  # noqa: E402
+from everstep.pipeline.profile_counted import count_costs  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
@@ -150,8 +152,31 @@ def test_a_choice_by_data_is_opaque_in_a_module_and_refused_in_the_model() -> No
         return x if x.sum() > 0 else -x
 
     assert "without data" in trace_model(Net(Block(choose)), X).leaves["between"]
-    with pytest.raises(Untraceable, match="without data"):
+    with pytest.raises(Untraceable, match=r"without data.*put what depends on data into a module of its own"):
         trace_model(Block(choose), X["x"])
+
+
+def test_lengths_that_are_never_zero_may_be_given_to_a_module_that_depends_on_them() -> None:
+    class Packed(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x: Any, lengths: Any) -> Any:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.inner(packed)[1][0][-1]
+
+    class Texts(Net):
+        def forward(self, words: Any, lengths: Any) -> Any:
+            return self.two(self.between(self.one(words), lengths))
+
+    model, inputs = Texts(Packed()), {"words": torch.randn(3, 5, 4), "lengths": torch.tensor([5, 2, 3])}
+    found = trace_model(model, inputs)
+    assert "without data" in found.leaves["between"]
+    costs = count_costs(found.graph, node_modules(found), inputs)
+    assert all(node.forward for node in costs.graph.nodes if node.name == "between")
+    stages = split_model(found, {"one": 0, "between": 1, "two": 2})
+    assert torch.equal(run_stages(stages, inputs), model(**inputs))
 
 
 def test_a_number_from_data_does_not_leave_a_module() -> None:

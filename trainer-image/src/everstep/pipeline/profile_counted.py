@@ -7,6 +7,7 @@ is only named by them: the sums are good for comparing nodes, not for predicting
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from everstep.pipeline.engine.stage import INPUT, RunnableStage
 from everstep.pipeline.frontend.compiled import disable_compilation
+from everstep.pipeline.frontend.opaque import WHOLE_NUMBERS
 from everstep.pipeline.graph import Graph, Profile
 from everstep.pipeline.profile import lend_weights, look_at, profile_of
 from everstep.pipeline.profile_runs import Cost, run_microbatches
@@ -56,8 +58,7 @@ def _count_nodes(graph: Graph, nodes: Mapping[str, RunnableStage], inputs: Mappi
                 torch.random.fork_rng(devices=[]),
                 lend_weights(module.module, torch.device("cpu")),
             ):
-                data = {name: pytree.tree_map(_make_random_leaf, values[name]) for name in module.inputs}
-                real, costs[node.name] = counter.cost_of(node.name, module, data, kept)
+                real, costs[node.name] = _count_on_random_numbers(counter, node.name, module, values, kept)
             with fake:
                 made = {name: pytree.tree_map(_without_data, value) for name, value in real.items()}
         values |= made
@@ -107,10 +108,25 @@ def _without_data(leaf: Any) -> Any:
     return made.requires_grad_(leaf.requires_grad)
 
 
-def _make_random_leaf(leaf: Any) -> Any:
+def _count_on_random_numbers(
+    counter: _Counter, name: str, module: RunnableStage, values: Mapping[str, Any], kept: set[int]
+) -> tuple[dict[str, Any], Cost]:
+    def count(whole: int) -> tuple[dict[str, Any], Cost]:
+        make = partial(_make_random_leaf, whole=whole)
+        data = {each: pytree.tree_map(make, values[each]) for each in module.inputs}
+        return counter.cost_of(name, module, data, kept)
+
+    index, length = WHOLE_NUMBERS
+    try:
+        return count(index)
+    except Exception:
+        return count(length)
+
+
+def _make_random_leaf(leaf: Any, whole: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape = tuple(leaf.shape)
     if leaf.dtype.is_floating_point:
         return torch.randn(shape, dtype=leaf.dtype, device="cpu").requires_grad_(leaf.requires_grad)
-    return torch.zeros(shape, dtype=leaf.dtype, device="cpu")
+    return torch.full(shape, whole, dtype=leaf.dtype, device="cpu")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
 
 _SAMPLES = (2, 3)
+WHOLE_NUMBERS = (0, 1)  # the first is an index into anything; a length, as of a packed sequence, is never 0
 
 
 class Failed(Exception):
@@ -36,14 +37,7 @@ def infer_outputs(
         own = _with_data(module)
         before_all = {name: (each, each._version, each.detach().clone()) for name, each in _named_weights(own)}
         for samples in _SAMPLES:
-            hints = sizes.hints(samples)
-            given = [_make_random_leaf(leaf, shape, hints) for leaf, shape in zip(leaves, shapes, strict=True)]
-            before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
-            args, kwargs = pytree.tree_unflatten(given, spec)
-            try:
-                result = own(*args, **kwargs)
-            except Exception as error:
-                raise Failed(f"it fails on random numbers ({type(error).__name__}: {error})") from error
+            given, before, result = _run_on_random_numbers(own, leaves, spec, shapes, sizes.hints(samples))
             after = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
             changed = [index for index, version in enumerate(before) if version != after[index]]
             runs.append((pytree.tree_flatten(result), changed))
@@ -55,6 +49,22 @@ def infer_outputs(
     result = [_generalise_shape(a, b, leaves, shapes, sizes, fake, device) for a, b in zip(one, other, strict=True)]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written
+
+
+def _run_on_random_numbers(
+    module: nn.Module, leaves: list[Any], spec: Any, shapes: list[Any], hints: dict[Any, int]
+) -> tuple[list[Any], list[int], Any]:
+    """Return what the module was given, the versions of that before it ran, and its result."""
+    failed: Exception | None = None
+    for whole in WHOLE_NUMBERS:
+        given = [_make_random_leaf(leaf, shape, hints, whole) for leaf, shape in zip(leaves, shapes, strict=True)]
+        before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        try:
+            return given, before, module(*args, **kwargs)
+        except Exception as error:
+            failed = failed or error
+    raise Failed(f"it fails on random numbers ({type(failed).__name__}: {failed})") from failed
 
 
 def _named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,7 +97,7 @@ def _with_data(module: nn.Module) -> nn.Module:
     return own
 
 
-def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int]) -> Any:
+def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int], whole: int) -> Any:
     if isinstance(leaf, torch.SymInt):
         return int(evaluate_size(leaf.node.expr, hints))
     if not isinstance(leaf, torch.Tensor):
@@ -97,7 +107,7 @@ def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int]) -> Any:
         made = torch.randn(concrete, dtype=leaf.dtype, device=leaf.device)
         # Not a leaf, as no value is: the module may change it in place.
         return made.requires_grad_().clone() if leaf.requires_grad else made
-    return torch.zeros(concrete, dtype=leaf.dtype, device=leaf.device)
+    return torch.full(concrete, whole, dtype=leaf.dtype, device=leaf.device)
 
 
 def _generalise_shape(

@@ -299,9 +299,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
     def _why(self, error: Exception) -> str:
         if isinstance(error, CannotFollow | Untraceable):
             return str(error)
-        first = str(error).strip().splitlines() or [""]
-        where = self._stack[-1].path if self._stack else ""
-        return f"{where or 'the model'} cannot be run without data ({type(error).__name__}: {first[0][:200]})"
+        where, why = self._stack[-1].path if self._stack else "", str(error).strip().partition("\n")[0][:200]
+        advice = "" if where else ": put what depends on data into a module of its own, which is then in one stage"
+        return f"{where or 'the model'} cannot be run without data ({type(error).__name__}: {why}){advice}"
 
     def _assume(self) -> None:
         """Conditions on sizes that came up since the last operation are those of the module's own code."""
