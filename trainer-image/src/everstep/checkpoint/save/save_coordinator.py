@@ -420,11 +420,9 @@ class SaveCoordinator:
         return _POLL
 
     def _finish_copy(self, timeout_seconds: float = 0.0) -> float | None:
-        """Announce what a GPU has copied by now.
+        """Announce what a GPU has copied by now; a copy that fails makes its save void, and training goes on.
 
         Return how long to wait until the next look, None when nothing is copied.
-
-        A copy that fails makes its save void; training goes on.
         """
         key = self.saver.copying
         if key is None:
