@@ -167,10 +167,10 @@ def test_lengths_that_are_never_zero_may_be_given_to_a_module_that_depends_on_th
             return self.inner(packed)[1][0][-1]
 
     class Texts(Net):
-        def forward(self, words: Any, lengths: Any) -> Any:
-            return self.two(self.between(self.one(words), lengths))
+        def forward(self, x: Any, lengths: Any = None) -> Any:
+            return self.two(self.between(self.one(x), lengths))
 
-    model, inputs = Texts(Packed()), {"words": torch.randn(3, 5, 4), "lengths": torch.tensor([5, 2, 3])}
+    model, inputs = Texts(Packed()), {"x": torch.randn(3, 5, 4), "lengths": torch.tensor([5, 2, 3])}
     found = trace_model(model, inputs)
     assert "without data" in found.leaves["between"]
     costs = count_costs(found.graph, node_modules(found), inputs)
