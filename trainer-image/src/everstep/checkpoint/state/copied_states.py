@@ -22,9 +22,16 @@ def explain_copied_state(name: str, value: object) -> str | None:
     if not isinstance(value, Mapping):
         return None
     source = next((source for source, keys in _KEYS.items() if keys <= value.keys()), None)
-    if source is None:
+    if source is None or ("param_groups" in value and not _has_param_groups(value["param_groups"])):
         return None
     return (
         f"{name} is what state_dict() of {source} has returned: a copy, which would be saved as that for ever, and "
         f"would be restored in place of the object. Give the object itself"
     )
+
+
+def _has_param_groups(value: object) -> bool:
+    """Return whether these are groups as an optimizer has them, and not a script's own use of the word."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(group, Mapping) and "params" in group for group in value)
