@@ -14,10 +14,11 @@ from e2e.cluster.binaries import binary
 from e2e.cluster.errors import ClusterError
 from e2e.cluster.kubectl import Kubectl
 from e2e.cluster.node import labels
-from e2e.cluster.state import PUBLISHED_KUBECONFIG, ClusterSpec, cluster_dir
+from e2e.cluster.state import PUBLISHED_KUBECONFIG, ClusterSpec, cluster_dir, make_shared_folder
 
 BACKEND = "kind"
 NAME = "everstep"
+SHARED_FOLDER_IN_NODES = "/var/lib/everstep-cluster/shared"
 
 
 class KindCluster:
@@ -42,8 +43,9 @@ class KindCluster:
         shape.save(cluster_dir())
         self.kubeconfig.parent.mkdir(parents=True, exist_ok=True)
         lines = ["kind: Cluster", "apiVersion: kind.x-k8s.io/v1alpha4", "nodes:", "- role: control-plane"]
+        mount = f"  - {{hostPath: {make_shared_folder()}, containerPath: {SHARED_FOLDER_IN_NODES}}}"
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as configuration:
-            configuration.write("\n".join([*lines, *["- role: worker"] * shape.nodes, ""]))
+            configuration.write("\n".join([*lines, *["- role: worker", "  extraMounts:", mount] * shape.nodes, ""]))
             configuration.flush()
             wait = ["--wait", "180s", "--kubeconfig", str(self.kubeconfig)]
             _run(str(binary("kind")), "create", "cluster", "--name", NAME, "--config", configuration.name, *wait)

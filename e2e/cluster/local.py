@@ -20,7 +20,14 @@ from e2e.cluster.network import HOST_ADDRESS, MAX_NODES, Place
 from e2e.cluster.node import Node
 from e2e.cluster.phases import phase
 from e2e.cluster.processes import ProcessTable
-from e2e.cluster.state import PUBLISHED_KUBECONFIG, ClusterSpec, cluster_dir, exclusive, write_atomically
+from e2e.cluster.state import (
+    PUBLISHED_KUBECONFIG,
+    ClusterSpec,
+    cluster_dir,
+    exclusive,
+    make_shared_folder,
+    write_atomically,
+)
 from e2e.cluster.waiting import until
 
 BACKEND = "local"
@@ -188,6 +195,7 @@ class LocalCluster:
         packages.ensure(packages.NODES)
         binaries.ensure(binaries.LOCAL_CLUSTER)
         shape.save(self.folder)
+        make_shared_folder()
         host.prepare(self.folder)
         network.create_bridge(_places(shape.nodes))
         with ThreadPoolExecutor() as pool:

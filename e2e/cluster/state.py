@@ -20,6 +20,14 @@ def cluster_dir() -> Path:
     return Path(os.environ.get("EVERSTEP_CLUSTER_DIR") or "/var/lib/everstep-cluster")
 
 
+def make_shared_folder() -> Path:
+    """Make the folder that all nodes have alike, as they would a network volume: any user may write into it."""
+    folder = cluster_dir() / "shared"
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o1777)
+    return folder
+
+
 @dataclass(frozen=True)
 class ClusterSpec:
     """The cluster that the user asked for; written before anything is started, so that ``down`` knows what to look
