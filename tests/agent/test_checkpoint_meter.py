@@ -31,12 +31,12 @@ def test_nothing_is_said_of_a_job_that_saves_nothing() -> None:
 
 def test_the_newest_checkpoint_has_its_size_and_time() -> None:
     meter = CheckpointMeter()
-    meter.update(7.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
-    meter.update(9.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0)])
+    meter.update(7.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, stall_ms=12, checkpoints_failed=0)])
+    meter.update(9.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99, stall_ms=12, checkpoints_failed=0)])
     told = meter.to_json()
     assert told == {
-        "step": 50, "bytes": 99, "at": 7.0, "failedSaves": 0, "every": None, "trainedStep": None,
-        "stepsPerSecond": None, "restored": None,
+        "step": 50, "bytes": 99, "stallSeconds": 0.012, "at": 7.0, "failedSaves": 0, "every": None,
+        "trainedStep": None, "stepsPerSecond": None, "restored": None,
     }  # fmt: skip
 
 

@@ -43,6 +43,13 @@ def test_a_save_is_told_with_its_size(agent: int) -> None:
     assert heard(agent) == RankCheckpoint(checkpoint=50, checkpoint_bytes=99, checkpoints_failed=0, takes_requests=0)
 
 
+def test_a_save_is_told_with_how_long_it_held_up_training(agent: int) -> None:
+    Events().emit(CheckpointEvent("saved", key(50), "", {"bytes": 99, "stall_seconds": 0.012}))
+    told = heard(agent)
+    assert told is not None
+    assert told.stall_ms == 12
+
+
 def test_failed_saves_are_counted_until_one_is_stored(agent: int) -> None:
     events = Events()
     events.emit(CheckpointEvent("failed", key(60), "the store is full"))

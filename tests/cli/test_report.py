@@ -56,11 +56,12 @@ def test_the_newest_checkpoint_and_what_was_restored_are_told() -> None:
         "step": 1760,
         "time": "2026-01-01T11:59:48Z",
         "bytes": 5_284_932,
+        "stallSeconds": 0.0123,
         "failedSaves": 2,
         "restored": {"id": "1.2", "step": 380, "tier": "peer", "seconds": 0.047, "lostSteps": 12, "passedOver": 1},
     }
     text = " ".join(shown({"checkpoint": checkpoint}).split())
-    assert "checkpoint step 1760, 12s ago, 5.0 MiB, 2 saves failed since" in text
+    assert "checkpoint step 1760, 12s ago, 5.0 MiB, training held up for 0.012 s, 2 saves failed since" in text
     assert (
         "restored step 380 from another node's memory in 0.05 s, past 1 newer ones that are damaged; "
         "12 steps trained again" in text

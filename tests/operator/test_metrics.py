@@ -59,15 +59,17 @@ def test_a_first_run_is_no_recovery() -> None:
 
 def test_checkpoints_are_counted_when_they_are_news() -> None:
     restored = RestoreStatus(id="1.2", step=5, tier="peer", lost_steps=2)
-    before = TrainingJobStatus(phase=Phase.RUNNING, checkpoint=CheckpointStatus(step=5, failed_saves=1))
+    before = TrainingJobStatus(phase=Phase.RUNNING, checkpoint=CheckpointStatus(step=4, failed_saves=1))
     after = before.model_copy(
-        update={"checkpoint": CheckpointStatus(step=5, failed_saves=2, lost_steps=2, restored=restored)}
+        update={
+            "checkpoint": CheckpointStatus(step=5, stall_seconds=0.5, failed_saves=2, lost_steps=2, restored=restored)
+        }
     )
-    names = ("everstep_failed_saves_total", "everstep_lost_steps_total")
+    names = ("everstep_failed_saves_total", "everstep_lost_steps_total", "everstep_save_stall_seconds_count")
     known, restores = [value(name) for name in names], value("everstep_restores_total", tier="peer")
     metrics.record_status_change(job().status(before).build(), after, NOW.timestamp())
     metrics.record_status_change(job().status(after).build(), after, NOW.timestamp())
-    assert [value(name) for name in names] == [known[0] + 1, known[1] + 2]
+    assert [value(name) for name in names] == [known[0] + 1, known[1] + 2, known[2] + 1]
     assert value("everstep_restores_total", tier="peer") == restores + 1
 
 

@@ -38,6 +38,11 @@ phase_seconds = Counter("everstep_phase_seconds_total", "Time that jobs have spe
 lost_seconds = Counter("everstep_lost_training_seconds_total", "Time of training steps that a restart has lost")
 lost_steps = Counter("everstep_lost_steps_total", "Training steps that a restart has lost")
 restores = Counter("everstep_restores_total", "Restores of checkpoints, by the farthest place read from", ["tier"])
+save_stall = Histogram(
+    "everstep_save_stall_seconds",
+    "How long a save of a checkpoint held up training, of those that were the newest when a status was stored",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+)
 failed_saves = Counter("everstep_failed_saves_total", "Saves of checkpoints that failed")
 node_seconds = Counter("everstep_node_seconds_total", "Time of nodes that pods of jobs have held", ["capacity"])
 cost = Counter("everstep_cost_total", "Price of that time, by the prices of the pools")
@@ -109,6 +114,8 @@ def _record_checkpoints(old: CheckpointStatus | None, new: CheckpointStatus | No
     old = old or CheckpointStatus()
     lost_steps.inc(max(0, new.lost_steps - old.lost_steps))
     failed_saves.inc(max(0, new.failed_saves - old.failed_saves))
+    if new.stall_seconds is not None and new.step != old.step:
+        save_stall.observe(new.stall_seconds)
     # A first generation that finds no checkpoint has restored nothing.
     if new.restored is not None and new.restored.tier and (old.restored is None or old.restored.id != new.restored.id):
         restores.labels(new.restored.tier).inc()

@@ -49,12 +49,12 @@ def report_checkpoint(**words: int | str) -> None:
     What a full pipe has no room for is told by the next call, of progress() too: nothing else tells of it again.
 
     Args:
-        words: `checkpoint`: the step of the newest one that is stored; `checkpoint_bytes`: its size;
-            `checkpoints_failed`: saves that failed since then; `restored`: the step that training goes on from, with
-            `restored_from` (memory, peer or store), `restored_ms` and `restored_over`, the number of newer ones that
-            are damaged; `save_every`: seconds between two saves; `trained_step`: the last step that is trained;
-            `takes_requests`: 1 where a request to save is met at the next one; `phase`: one of PHASES, while training
-            waits for a checkpoint.
+        words: `checkpoint`: the step of the newest one that is stored; `checkpoint_bytes`: its size; `stall_ms`: how
+            long it held up training; `checkpoints_failed`: saves that failed since then; `restored`: the step that
+            training goes on from, with `restored_from` (memory, peer or store), `restored_ms` and `restored_over`, the
+            number of newer ones that are damaged; `save_every`: seconds between two saves; `trained_step`: the last
+            step that is trained; `takes_requests`: 1 where a request to save is met at the next one; `phase`: one of
+            PHASES, while training waits for a checkpoint.
     """
     with contextlib.suppress(Exception):  # a report must never end a training run
         fd = _open()

@@ -156,6 +156,8 @@ class CheckpointStatus(StatusModel):
     """When the leader heard of it."""
     bytes: Count | None = None
     """Its size, of all ranks."""
+    stall_seconds: Seconds | None = None
+    """How long it held up training."""
     failed_saves: Count = 0
     """Saves that failed since then."""
     restored: RestoreStatus | None = None

@@ -41,6 +41,7 @@ def update_checkpoint(s: PlanContext) -> CheckpointStatus | None:
         step=step,
         time=time,
         bytes=size if size is not None else seen.bytes,
+        stall_seconds=base.stall_seconds if seen.stall_seconds is None else seen.stall_seconds,
         failed_saves=seen.failed_saves,
         restored=restored,
         lost_steps=min(base.lost_steps + lost, MAX_STEPS),

@@ -56,6 +56,7 @@ class ReportedCheckpoint:
     step: int | None = None
     bytes: int | None = None
     at: float | None = None
+    stall_seconds: float | None = None  # that the newest save held up training
     failed_saves: int = 0
     restored: ReportedRestore | None = None
     every: int | None = None  # seconds between two saves; 0: not by time
@@ -278,7 +279,7 @@ def parse_progress(raw: Any) -> LeaderProgress | None:
     return LeaderProgress(
         _as_count(data.get("step")),
         _as_count(data.get("totalSteps")),
-        _as_rate(data.get("stepsPerSecond")),
+        _as_amount(data.get("stepsPerSecond")),
         _as_number(data.get("at")),
     )
 
@@ -304,11 +305,12 @@ def parse_checkpoint(
         step=step,
         bytes=_as_count(data.get("bytes")),
         at=at,
+        stall_seconds=_as_amount(data.get("stallSeconds")),
         failed_saves=_as_count(data.get("failedSaves")) or 0,
         restored=_parse_restore(data.get("restored")),
         every=_as_count(data.get("every")),
         trained_step=_as_count(data.get("trainedStep")),
-        steps_per_second=_as_rate(data.get("stepsPerSecond")),
+        steps_per_second=_as_amount(data.get("stepsPerSecond")),
     )
 
 
@@ -317,12 +319,12 @@ def _parse_restore(raw: Any) -> ReportedRestore | None:
     name, step = _as_text(data.get("id"), 32), _as_count(data.get("step"))
     if parse_generation_id(name) < (0, 0) or step is None:
         return None
-    tier, seconds = _as_text(data.get("tier"), 16), _as_number(data.get("seconds"))
+    tier = _as_text(data.get("tier"), 16)
     return ReportedRestore(
         id=name,
         step=step,
         tier=tier if tier in TIERS else "",
-        seconds=seconds if seconds is not None and seconds >= 0 else None,
+        seconds=_as_amount(data.get("seconds")),
         passed_over=_as_count(data.get("passedOver")) or 0,
         lost_steps=_as_count(data.get("lostSteps")),
     )
@@ -384,9 +386,9 @@ def _as_count(value: Any) -> int | None:
     return number if number is not None and number >= 0 else None
 
 
-def _as_rate(value: Any) -> float | None:
-    rate = _as_number(value)
-    return rate if rate is None or rate >= 0 else None  # a status with a negative one would be refused, the job stuck
+def _as_amount(value: Any) -> float | None:
+    amount = _as_number(value)  # a status with a negative one would be refused, the job stuck
+    return amount if amount is None or amount >= 0 else None
 
 
 def _as_number(value: Any) -> float | None:

@@ -217,7 +217,7 @@ def _strip_volatile_fields(status: TrainingJobStatus) -> TrainingJobStatus:
     told = [c.model_copy(update={"message": ""}) for c in status.conditions]
     kept = status.checkpoint
     if kept is not None:  # that one more was saved can wait; that a save failed, or what was restored, cannot
-        waits = dict.fromkeys(("step", "time", "bytes", "trained_step", "steps_per_second"))
+        waits = dict.fromkeys(("step", "time", "bytes", "stall_seconds", "trained_step", "steps_per_second"))
         kept = kept.model_copy(update=waits)
     return status.model_copy(
         update={"conditions": told, "ready_nodes": 0, "progress": None, "checkpoint": kept, "usage": None}

@@ -63,6 +63,11 @@ class Metrics:
         else:
             self.stalls = [*self.stalls[-99:], seconds]
 
+    @property
+    def newest_stall(self) -> float | None:
+        """Return how many seconds the newest save held up this rank; None before the first."""
+        return self.stalls[-1] if self.stalls else self.first_stall
+
     def snapshot(self) -> dict[str, float | int | None]:
         """Return names and figures, in seconds, bytes, bytes per second and counts; None for what is not known yet."""
         return {
@@ -109,11 +114,12 @@ class JobReport:
             self._passed_over += 1
         elif event.name == "saved" and event.key is not None:
             self._failed = 0
-            size = event.details.get("bytes")
+            size, stall = event.details.get("bytes"), event.details.get("stall_seconds")
             self._report(
                 checkpoint=event.key.step,
                 checkpoints_failed=0,
                 **({} if size is None else {"checkpoint_bytes": int(size)}),
+                **({} if stall is None else {"stall_ms": round(1000 * stall)}),
             )
         elif event.name == "restored" and event.key is not None:
             passed_over, self._passed_over = self._passed_over, 0

@@ -115,6 +115,8 @@ def _describe_checkpoint(checkpoint: dict[str, Any], now: datetime) -> str:
             parts.append(_format_age(saved, now))
         if checkpoint.get("bytes") is not None:
             parts.append(format_size(checkpoint["bytes"]))
+        if checkpoint.get("stallSeconds") is not None:
+            parts.append(f"training held up for {checkpoint['stallSeconds']:.3f} s")
     if failed := checkpoint.get("failedSaves"):
         parts.append(f"{failed} saves failed" + (" since" if parts else ""))
     return ", ".join(parts)

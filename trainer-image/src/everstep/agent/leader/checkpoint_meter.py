@@ -92,6 +92,7 @@ class CheckpointMeter:
         return {
             "step": self.step,
             "bytes": self._bytes,
+            "stallSeconds": None if self._said.stall_ms is None else self._said.stall_ms / 1000,
             "at": self._at or None,
             "failedSaves": self._failed,
             "every": self._said.save_every,

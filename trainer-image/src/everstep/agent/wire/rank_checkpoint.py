@@ -18,6 +18,7 @@ class RankCheckpoint:
     Attributes:
         checkpoint: The step of the newest checkpoint that is in the store.
         checkpoint_bytes: Its size, of all ranks.
+        stall_ms: The milliseconds that the newest save held up training.
         checkpoints_failed: The number of saves that failed since then.
         restored: The step that this generation began from; 0 where there was no checkpoint.
         restored_ms: The milliseconds that the restore took.
@@ -31,6 +32,7 @@ class RankCheckpoint:
 
     checkpoint: int | None = None
     checkpoint_bytes: int | None = None
+    stall_ms: int | None = None
     checkpoints_failed: int | None = None
     restored: int | None = None
     restored_ms: int | None = None

@@ -210,6 +210,8 @@ class SaveOutcomes:
             self._metrics.duration = self._trigger.duration = figures["seconds"]
             self._metrics.bandwidth = figures["bytes"] / max(figures["seconds"], 1e-9)
             details["seconds"] = round(figures["seconds"], 3)
+        if self._metrics.newest_stall is not None:
+            details["stall_seconds"] = round(self._metrics.newest_stall, 3)
         self._events.emit(CheckpointEvent("saved", key, "", details))
 
     def alarm(self, why: str) -> None:
