@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
+import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 from everstep.checkpoint.state.memory import overlaps_itself  # noqa: E402
@@ -205,3 +206,68 @@ def test_parameters_of_a_scripts_own_class_are_restored_without_a_warning(
     assert type(model.weight) is OwnParameter
     assert model.weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
     assert not [record for record in caplog.records if "not its class" in record.getMessage()]
+
+
+class Rotating(torch.optim.Optimizer):  # type: ignore[misc]
+    """Moves along a rotated gradient; the rotation is a factor of the gradients' sum, and lies by columns."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> None:
+        for param in (each for group in self.param_groups for each in group["params"]):
+            own = self.state[param]
+            rotation = own.get("rotation", torch.eye(len(param)))
+            own["nested"] = [torch.linalg.qr(rotation @ param.grad @ param.grad.T)[0]]
+            own["rotation"] = torch.linalg.qr(rotation + param.grad @ param.grad.T)[0]
+            param.sub_(own["nested"][0] @ own["rotation"] @ param.grad, alpha=0.1)
+
+
+def train_rotating(folder: Path, last: int, wrap: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the weights, and how the state lies in memory."""
+    torch.manual_seed(3)
+    model = nn.Linear(24, 24, bias=False)
+    optimizer = Rotating(model.parameters())
+    with session(folder) as ckpt:
+        start = ckpt.restore(model=model, optimizer=wrap(optimizer))
+        lies = [each.stride() for each in optimizer.state[model.weight].get("nested", ())]
+        for step in range(start.step, last):
+            optimizer.zero_grad()
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+        ckpt.save(last)
+    return model.weight.tolist(), lies
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, everstep.PerRank], ids=["of all ranks", "of each rank"])
+def test_an_optimizer_whose_state_lies_by_columns_goes_on_bit_for_bit(tmp_path: Path, wrap: Any) -> None:
+    straight, _ = train_rotating(tmp_path / "straight", 6, wrap)
+    train_rotating(tmp_path / "resumed", 3, wrap)
+    resumed, lies = train_rotating(tmp_path / "resumed", 6, wrap)
+    assert lies == [(1, 24)]
+    assert resumed == straight
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, everstep.PerRank], ids=["of all ranks", "of each rank"])
+def test_state_that_an_optimizer_has_as_its_parameter_lies_as_that_does_now(tmp_path: Path, wrap: Any) -> None:
+    """Fused steps go through both by the addresses."""
+
+    def begin(memory_format: Any) -> Any:
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+        return conv, torch.optim.AdamW(conv.parameters(), fused=True)
+
+    conv, optimizer = begin(torch.channels_last)
+    conv(torch.ones(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=conv, optimizer=wrap(optimizer))
+        ckpt.save(1)
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        again, other = begin(memory_format)
+        with session(tmp_path) as ckpt:
+            ckpt.restore(model=again, optimizer=wrap(other))
+        average = other.state[again.weight]["exp_avg"]
+        assert torch.equal(average, optimizer.state[conv.weight]["exp_avg"])
+        assert average.stride() == again.weight.stride()

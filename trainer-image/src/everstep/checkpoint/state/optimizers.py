@@ -16,6 +16,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.manifest import StoredTensor
 from everstep.checkpoint.state import names, shards
 from everstep.checkpoint.state.aliases import find_aliases, name_path, share_objects
+from everstep.checkpoint.state.axes import AXES, find_axes, make_fresh
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.casting import Casts
 from everstep.checkpoint.state.classes import is_of_kind, kind_of
@@ -183,6 +184,9 @@ class OptimizerObject:
                     keeping.add(place)
             yield names.join_segments(prefix, STATE, self._names[place], below), leaf
         yield from self._layouts(layouts, keeping, {place for place, _, _ in every})
+        for place, said in find_axes(self.params, every).items():
+            prefix = self._own if place in keeping else self.prefix
+            yield names.join_segments(prefix, AXES, self._names[place], KIND), said
         yield from self._structures({self._names[place]: own for place, own in states.items()}, keeping)
 
     def _describe_leaf(self, place: int, below: str, leaf: torch.Tensor) -> dict[str, Any] | None:
@@ -233,7 +237,7 @@ class OptimizerObject:
                 problems.append(why)
             for full, (below, tensor) in state.tensors.items():
                 is_own = self._is_own or full.startswith(f"{self._own}.")
-                made = self._target(place, below, tensor, live.get(below), saved.casts, state.layout, is_own=is_own)
+                made = self._target(place, below, tensor, live.get(below), saved.casts, state, is_own=is_own)
                 if isinstance(made, str):
                     problems.append(f"{full} {made}")
                 elif below in live and f"{self._key(place, below)}.".startswith(joined):
@@ -281,11 +285,11 @@ class OptimizerObject:
         saved: StoredTensor,
         live: torch.Tensor | None,
         casts: Casts,
-        layout: Mapping[str, Any],
+        state: ParamContent,
         *,
         is_own: bool,
     ) -> torch.Tensor | str:
-        param, said = self.params[place], layout.get(below)
+        param, said = self.params[place], state.layout.get(below)
         if live is not None:
             if is_own:
                 live = get_local_tensor(live)
@@ -295,18 +299,20 @@ class OptimizerObject:
             return describe_misfit(saved, live, casts) or filled_later(live)
         dtype = _find_dtype(param, saved, casts)
         if self._is_own and is_dtensor(param) and isinstance(said, dict):
-            return shards.why_not_laid_out(param, saved.shape, said) or _make_fresh(saved, dtype)
+            return shards.why_not_laid_out(param, saved.shape, said) or make_fresh(saved, dtype)
         if below == STEP:
             return make_fresh_tensor(saved)
-        if is_own:
-            return _make_fresh(saved, dtype)
+        if below in state.axes and (is_own or not is_dtensor(param)):
+            return make_fresh(saved, dtype, state.axes[below])
+        if is_own and is_dtensor(param):
+            return make_fresh(saved, dtype)
         if is_dtensor(param) and isinstance(said, dict):
             return shards.make_leaf(param, saved.shape, dtype, said)
         if saved.shape != tuple(param.shape):
             is_unknown = is_dtensor(param) and saved.shape not in ((), (1,))
-            return shards.unknown_layout() if is_unknown else _make_fresh(saved, dtype)
+            return shards.unknown_layout() if is_unknown else make_fresh(saved, dtype)
         if type(param) in WHOLE and param.is_cpu and param.is_contiguous():
-            return _make_fresh(saved, dtype)
+            return make_fresh(saved, dtype)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
     def _is_shard(self, param: torch.Tensor, saved: StoredTensor, shape: torch.Size, below: str) -> bool:
@@ -431,15 +437,6 @@ def _find_dtype(param: torch.Tensor, saved: StoredTensor, casts: Casts) -> torch
         return casts.result(dtype)
     is_cast = len(saved.shape) > 0 and dtype.is_floating_point and casts.allows(dtype, param.dtype)
     return param.dtype if is_cast else dtype
-
-
-def _make_fresh(saved: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for a saved tensor: none yet where it may stay where it is read, as it can in its own type."""
-    return (
-        make_fresh_tensor(saved)
-        if dtype is getattr(torch, saved.dtype)
-        else torch.empty(saved.shape, dtype=dtype, device="cpu")
-    )
 
 
 def _per_parameter(group: Mapping[str, Any]) -> int:

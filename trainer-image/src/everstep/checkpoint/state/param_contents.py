@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from everstep.checkpoint.format.descriptions import KIND
 from everstep.checkpoint.format.manifest import StoredTensor
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.axes import AXES
 from everstep.checkpoint.state.kinds import Saved
 from everstep.checkpoint.state.memory import get_local_tensor
 
@@ -27,6 +29,7 @@ class ParamContent:
         layout: How tensors lie, by names below the parameter.
         kept: The name of one of those that ranks keep for themselves, or None.
         is_left: Nothing is taken, because ranks without an element had none.
+        axes: How the axes of tensors lie in memory, by names below the parameter, where they lie in an unusual way.
         tensors: The tensors by full names, each with its name below the parameter.
         values: By names below the parameter, where each value is.
     """
@@ -34,6 +37,7 @@ class ParamContent:
     layout: Mapping[str, Any]
     kept: str | None
     is_left: bool
+    axes: Mapping[str, Sequence[int]]
     tensors: dict[str, tuple[str, StoredTensor]] = field(default_factory=dict)
     values: dict[str, tuple[Saved, str]] = field(default_factory=dict)
 
@@ -54,6 +58,7 @@ def find_param_contents(saved: Saved, own: Saved | None, params: Mapping[str, to
             saved.value_or(names.join_segments(LAYOUT, name), {}),
             next(iter(saved.below(names.join_segments(KEPT, name)).values), None),
             is_left=names.join_segments(STATELESS, name) in saved.values and not get_local_tensor(param).numel(),
+            axes=_find_value(names.join_segments(AXES, name, KIND), (own, saved)) or {},
         )
         for name, param in params.items()
     }
@@ -73,3 +78,8 @@ def find_param_contents(saved: Saved, own: Saved | None, params: Mapping[str, to
             if name in each.values:
                 found[owner].values[below] = each, name
     return list(found.values())
+
+
+def _find_value(name: str, parts: Iterable[Saved | None]) -> Any:
+    """Return the first part's value of this name; None where none has it."""
+    return next((part.value(name) for part in parts if part is not None and name in part.values), None)
