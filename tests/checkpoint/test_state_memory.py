@@ -208,7 +208,7 @@ def test_parameters_of_a_scripts_own_class_are_restored_without_a_warning(
     assert not [record for record in caplog.records if "not its class" in record.getMessage()]
 
 
-class Rotating(torch.optim.Optimizer):  # type: ignore[misc]
+class Rotating(torch.optim.Optimizer):  # type: ignore[misc,name-defined]
     """Moves along a rotated gradient; the rotation is a factor of the gradients' sum, and lies by columns."""
 
     def __init__(self, params: Any) -> None:
