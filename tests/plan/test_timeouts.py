@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from everstep_operator.api.status import ConditionType
-from everstep_operator.plan.actions import StopLeader
+from everstep_operator.plan.actions import CreatePods, DryRun, StopLeader
+from everstep_operator.plan.observation import Rejection
 from tests.builders import job
 from tests.plan.world import World
 
@@ -237,3 +238,24 @@ def test_a_replacement_whose_image_does_not_come_is_told_and_what_was_lost_stays
     assert ready.reason == lost
     assert "denies" not in ready.message
     world.run("Running")
+
+
+def test_a_container_that_waits_hides_no_rejection_of_another_replacement() -> None:
+    """While a replacement is rejected, timeouts.pending does not count: that goes by the reason on record."""
+    world = World(job().nodes(3).build()).run("Running")
+    world.vanish(1)
+    world.vanish(2)
+    world.lead()
+    world.reconcile()
+    world.bind()
+    hold_up(world, "digits-1", "ImagePullBackOff the registry denies access")
+    world.vanish(2)
+    said = 'admission webhook "images" denied the request: unsigned'
+    world.refuse = lambda action: (
+        Rejection(action, "Webhook", said) if isinstance(action, DryRun | CreatePods) else None
+    )
+    world.reconcile()
+    world.reconcile()
+    ready = world.status.condition(ConditionType.READY)
+    assert ready is not None
+    assert (reason(world), ready.reason) == ("AdmissionRejected", "AdmissionRejected")

@@ -234,7 +234,7 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     decision = _determine_phase(s, account).with_fields(restarts=account.restarts)
     if begun.message and decision.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING):
         decision = decision.with_fields(reason=Reason.START_FAILED, message=begun.message)
-    elif decision.phase is Phase.RESTARTING and (text := timeouts.describe_container_wait(s)):
+    elif _has_nothing_new(s, decision) and (text := timeouts.describe_container_wait(s)):
         decision = decision.with_fields(reason=Reason.CONTAINER_WAITING, message=text)
     kept = pod_replacement.describe_kept_pod(s)
     if kept is not None and decision.phase in FORMING_PHASES and decision.reason not in gang.BLOCKED_REASONS:
@@ -261,6 +261,12 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
     return _push_addresses(
         s, decision.requeue_at(pod_creation.next_release_check(s), pool_selection.select_next_pool(s)[1])
     )
+
+
+def _has_nothing_new(s: PlanContext, decision: Decision) -> bool:
+    """Return whether a job restarts as before, for the reason that is on record: limits and charges go by it."""
+    known = s.open is not None and decision.reason == s.open.reason
+    return known and decision.phase is Phase.RESTARTING is s.phase and not decision.stalled
 
 
 def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
