@@ -77,6 +77,37 @@ def test_a_batch_that_a_rank_cannot_use_is_refused_on_all_ranks(lacks: str, says
     assert found[0][1] == pytest.approx(alone(MLP).losses[0])
 
 
+@pytest.mark.parametrize("parts", ["inputs and targets", "inputs", "targets"])
+def test_ranks_that_read_other_samples_of_the_same_number_are_refused(parts: str) -> None:
+    """Each rank has shuffled by itself: the loss would be that of inputs with the targets of others."""
+
+    def work(transport: Transport) -> tuple[str, float]:
+        engine = engine_of(MLP, transport)
+        batch = batch_of(MLP, 0)
+        order = torch.randperm(len(batch.targets), generator=torch.Generator().manual_seed(transport.rank))
+        inputs = {"x": batch.inputs["x"][order]} if "inputs" in parts or engine.reads.inputs else None
+        targets = batch.targets[order] if "targets" in parts or engine.reads.targets else None
+        with pytest.raises(PipelineError) as caught:
+            engine.step(inputs, targets)
+        return str(caught.value), engine.step(batch.inputs, batch.targets).loss
+
+    first, last = Fabric(2).run(work)
+    assert "rank 0 and rank 1 were given other samples than each other" in first[0]
+    assert first == last
+    assert first[1] == pytest.approx(alone(MLP).losses[0])
+
+
+def test_each_rank_may_change_its_inputs_by_itself_where_targets_stay_the_same() -> None:
+    """As images that are turned and cropped: only those of the first stage are trained on."""
+
+    def work(transport: Transport) -> float:
+        batch = batch_of(MLP, 0)
+        noise = torch.zeros_like(batch.inputs["x"]) if transport.rank == 0 else torch.randn_like(batch.inputs["x"])
+        return engine_of(MLP, transport).step({"x": batch.inputs["x"] + noise}, batch.targets).loss
+
+    assert Fabric(2).run(work) == [pytest.approx(alone(MLP).losses[0])] * 2
+
+
 def test_shapes_may_change_from_step_to_step_and_be_as_before_again() -> None:
     case = CASES["gpt"]
 

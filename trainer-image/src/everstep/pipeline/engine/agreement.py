@@ -8,11 +8,13 @@ but for the samples.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from everstep.pipeline.engine.digests import BatchDigest, digest_batch
 from everstep.pipeline.engine.microbatch import Parts, batch_size, select_arguments
 from everstep.pipeline.engine.nested import flatten_tensors, tensors_of
 from everstep.pipeline.engine.strides import describe_strides
@@ -40,12 +42,13 @@ class Reads:
 @dataclass(frozen=True)
 class Word:
     """The message of a rank that reads a batch: its step, the number and shapes of its samples, or what is wrong with
-    them."""
+    them; and by what to see that others read the same samples."""
 
     step: Moment
     samples: int | None
     shapes: str
     wrong: str = ""
+    digest: BatchDigest = field(default_factory=BatchDigest)
 
 
 def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, unsplit_inputs: frozenset[str]) -> Word:
@@ -79,7 +82,8 @@ def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, unsplit_
         sizes = {what: size for what, size in counted.items() if size is not None}
         if len(set(sizes.values())) > 1:
             raise PipelineError(", ".join(f"{what} {size} samples" for what, size in sizes.items()))
-        return Word(step, next(iter(sizes.values()), None), _describe_shapes(inputs))
+        digest = digest_batch(batch, targets, step[0] + step[1])
+        return Word(step, next(iter(sizes.values()), None), _describe_shapes(inputs), digest=digest)
     except PipelineError as error:
         return Word(step, None, "", str(error))
 
@@ -137,9 +141,21 @@ def _of_readers(words: Sequence[tuple[int, Word]]) -> tuple[int, str]:
             raise Disagreement(
                 "no tensor of the batch has a first dimension: the samples are the first dimension of each tensor"
             )
+        _require_same_samples(words)
     except Disagreement as error:
         return 0, str(error)
     return samples, ""
+
+
+def _require_same_samples(words: Sequence[tuple[int, Word]]) -> None:
+    for (one, word), (other, others) in itertools.combinations(words, 2):
+        if word.digest.differs(others.digest):
+            raise Disagreement(
+                f"rank {one} and rank {other} were given other samples than each other, and the model would train on "
+                "the inputs of one with the targets of the other: give all ranks of a replica the same batches in the "
+                "same order, as by one seed for whatever shuffles or draws them (torch.manual_seed before the loader "
+                "is made); a rank may be given None for what it does not read"
+            )
 
 
 def _of_replicas(transport: Transport, step: Moment, wrong: str, frozen: str) -> None:
