@@ -50,7 +50,7 @@ class RankFailed(AssertionError):
     """An error that a rank raised, with its own trace."""
 
 
-def run(world: int, work: Work, *args: Any, timeout: float = 100.0, dies: Sequence[int] = ()) -> list[Any]:
+def run(world: int, work: Work, *args: Any, timeout: float = 200.0, dies: Sequence[int] = ()) -> list[Any]:
     """`work(rank, *args)` on every rank of a gloo group; what each returned, None for those that are meant to die."""
     context = multiprocessing.get_context("forkserver")
     # One process imports torch, the ranks are its children: eight of them would import for half a minute.

@@ -34,6 +34,7 @@ def _trains(rank: int, costs: Any, default: str) -> list[float]:
             losses.append(run.step(x, y).loss)
             run.clip_grad_norm_(1.0)
             optimizer.step()
+        run.eval()  # in training, an evaluation draws numbers that depend on the cut, and the cut may be measured
         return [*losses, run.evaluate(x, y).loss]
 
 

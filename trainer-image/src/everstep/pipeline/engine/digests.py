@@ -61,7 +61,7 @@ def digest_batch(batch: Any, targets: Any, number: int) -> BatchDigest:
 
 def _digest(value: Any, number: int) -> int | None:
     tensors = tensors_of(value)
-    if not tensors or any(each.layout is not torch.strided or each.is_meta for each in tensors):
+    if not tensors or any(each.layout is not torch.strided or each.is_meta or each.is_quantized for each in tensors):
         return None
     if number % _OFTEN and any(each.device.type != "cpu" for each in tensors):
         return None
