@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.processor import read_processor_seconds
 from everstep.agent import config
 from everstep.agent.leader.leader_server import LeaderServer, find_free_port
 from everstep.agent.leader.leader_state import LeaderState
@@ -174,9 +175,9 @@ def gather(agents: int) -> Gathering:
             generation = _wait_until_running(client, 1)
             seconds, joined = time.monotonic() - began, _count_running(pipes, generation)
             leader, heartbeat = psutil.Process(started[0][0].pid), crowd.config(0).heartbeat
-            before = _read_processor_seconds(leader)
+            before = read_processor_seconds(leader)
             time.sleep(heartbeat)
-            beats = _read_processor_seconds(leader) - before
+            beats = read_processor_seconds(leader) - before
             began = time.monotonic()
             pipes[-1].send("fail")
             following = _wait_until_running(client, generation + 1)
@@ -205,11 +206,6 @@ def _count_running(pipes: list[Connection], generation: int) -> int:
         pipe.send("tell")
         running += sum(generations[-1:] == [generation] for generations in pipe.recv())
     return running
-
-
-def _read_processor_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def main(agents: int) -> None:
