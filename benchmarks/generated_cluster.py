@@ -180,6 +180,8 @@ class GeneratedCluster:
         if request.method == "PATCH":
             body = json.loads(await request.read())
             found = self.store(plural, {**found, "metadata": dict(found["metadata"]), "status": body["status"]})
+        if "as=PartialObjectMetadata;" in request.headers.get("Accept", ""):
+            found = {"metadata": found["metadata"]}
         return web.json_response(found)
 
     def _create(self, plural: str, namespace: str, body: Object, *, dry: bool) -> web.Response:

@@ -7,12 +7,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from benchmarks.measure import REPEATS, Row, alternate
+from benchmarks.measure import FEWEST, REPEATS, Row, alternate
 from e2e.harness import training_job
+
+LARGE = 2000
 
 # A step of arithmetic in one thread; progress is reported at every step when somebody listens.
 STEP = """
@@ -92,11 +97,41 @@ def log_flood() -> Row:
 def leader_1200(agents: int = 1200) -> Row:
     """Agents joined to one leader that may open 1,024 files at first: all in one generation."""
     row = Row("leader-1200", "wanted/joined", 1.0)
-    for _ in range(REPEATS):
-        command = [sys.executable, "-m", "benchmarks.crowd", str(agents)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=400, check=True)
-        told = json.loads(done.stdout.splitlines()[-1])
+    for told in gatherings(agents, REPEATS):
         row.samples.setdefault("ours", []).append(agents / max(1, told["joined"]))
         row.samples.setdefault("floor", []).append(1.0)
         row.samples.setdefault("seconds", []).append(told["seconds"])
     return row
+
+
+def leader_2000_start() -> Row:
+    return _of_gatherings("leader-2000-start", "s", 20.0, lambda told: told["seconds"], "joined")
+
+
+def leader_2000_restart() -> Row:
+    return _of_gatherings("leader-2000-restart", "s", 20.0, lambda told: told["restart_seconds"], "restarted")
+
+
+def leader_2000_memory() -> Row:
+    return _of_gatherings("leader-2000-memory", "MB", 200.0, lambda told: told["leader_bytes"] / 1e6, "joined")
+
+
+def leader_2000_beats() -> Row:
+    return _of_gatherings("leader-2000-beats", "s", 2.0, lambda told: told["round_seconds"], "joined")
+
+
+def _of_gatherings(name: str, unit: str, target: float, value: Callable[[Any], float], complete: str) -> Row:
+    row = Row(name, unit, target, absolute=True)
+    told = gatherings(LARGE, FEWEST)
+    if any(each[complete] != LARGE for each in told):
+        raise AssertionError(f"of {LARGE} agents, {[each[complete] for each in told]} {complete}")
+    row.samples["ours"] = [value(each) for each in told]
+    return row
+
+
+@cache
+def gatherings(agents: int, repeats: int) -> list[Any]:
+    """Return what `benchmarks.crowd` measures, of several runs."""
+    command = [sys.executable, "-m", "benchmarks.crowd", str(agents)]
+    runs = [subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True) for _ in range(repeats)]
+    return [json.loads(run.stdout.splitlines()[-1]) for run in runs]

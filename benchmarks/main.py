@@ -23,6 +23,10 @@ LOCAL: dict[str, Callable[[], Row]] = {
     "agent-overhead": local.agent_overhead,
     "log-flood": local.log_flood,
     "leader-1200": local.leader_1200,
+    "leader-2000-start": local.leader_2000_start,
+    "leader-2000-restart": local.leader_2000_restart,
+    "leader-2000-memory": local.leader_2000_memory,
+    "leader-2000-beats": local.leader_2000_beats,
 }
 ON_NODES: dict[str, Callable[[Site], Row]] = {
     "startup-4": start.startup_4,

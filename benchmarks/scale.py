@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from benchmarks.audit import AuditLog
 from benchmarks.measure import REPEATS, Row, alternate
 from benchmarks.pretended import Create, bare, in_parallel, indexed, ours, started, timed
-from benchmarks.weight import idle, rss_5000
+from benchmarks.processor import read_processor_seconds
+from benchmarks.weight import idle, operator_process, rss_5000, settle
 from e2e.cluster import backend, kwok
 from e2e.cluster.controlplane_flags import ClientLimits
 from e2e.harness import Cluster, Object
 
 NODES = 100
 RAISED = ClientLimits(1000, 2000)
-SHAPES = {"1x1000": (1, 1000, 2.3), "100x10": (100, 10, 3.5)}  # jobs, pods of each, the operator's requests per pod
 MOST_WRITES = 4.7
 WARM_UP = 10  # pods of each of two jobs
 SECONDS = 240.0  # for one row of starts: a round takes a minute or more, most of it for taking away what was started
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Jobs, pods of each, and what the operator may take for each pod: requests, milliseconds of a processor."""
+
+    jobs: int
+    pods: int
+    requests: float
+    milliseconds: float
+
+    @property
+    def all_pods(self) -> int:
+        return self.jobs * self.pods
+
+
+SHAPES = {"1x1000": Shape(1, 1000, 2.3, 2.0), "100x10": Shape(100, 10, 3.5, 2.5)}
 NAMES = (
     "requests-per-pod-1x1000",
     "requests-per-pod-100x10",
     "writes-per-pod-1x1000",
+    "operator-cpu-1x1000",
+    "operator-cpu-100x10",
     "scale-1x1000",
     "scale-100x10",
     "scale-raised-1x1000",
@@ -32,29 +52,35 @@ NAMES = (
 )
 
 
-def scale(cluster: Cluster, name: str, jobs: int, pods: int, floor: Create, target: float, strict: bool) -> Row:
+def scale(cluster: Cluster, name: str, shape: Shape, floor: Create, target: float, strict: bool) -> Row:
     row = Row(name, "s", target, strict=strict)
     for create in (ours, floor):  # connections and caches; a round of the real size would warm nothing more
         timed(cluster, create, 2, WARM_UP)
     return alternate(
         row,
-        lambda: timed(cluster, ours, jobs, pods),
-        lambda: timed(cluster, floor, jobs, pods),
+        lambda: timed(cluster, ours, shape.jobs, shape.pods),
+        lambda: timed(cluster, floor, shape.jobs, shape.pods),
         warm_up=False,
         seconds=SECONDS,
     )
 
 
-def requests(cluster: Cluster, jobs: int, pods: int, requests_row: Row, writes_row: Row) -> None:
-    """One whole life: created, Running, succeeded, deleted; the requests that it took of the operator, per pod."""
+def requests(cluster: Cluster, shape: Shape, rows_of: dict[str, Row]) -> None:
+    """One whole life: created, Running, succeeded, deleted; the requests that it took of the operator, per pod, and
+    until all run all writes and the operator's processor time."""
     log = AuditLog(backend.local_cluster().control.audit_log)
-    with started(cluster, ours, jobs, pods) as (namespace, _):
-        writes_row.samples.setdefault("ours", []).append(log.writes({namespace}) / (jobs * pods))
+    process = operator_process(cluster)
+    before = read_processor_seconds(process)
+    with started(cluster, ours, shape.jobs, shape.pods) as (namespace, _):
+        found = {"writes-per-pod": float(log.writes({namespace}))}
+        settle(process, 20)  # the last events and the statuses that follow from them
+        found["operator-cpu"] = 1000 * (read_processor_seconds(process) - before)
         finish(cluster, namespace)
-        for number in range(jobs):
+        for number in range(shape.jobs):
             cluster.wait_phase(namespace, f"scale-{number}", "Succeeded", timeout=300)
-    per_pod = len(log.of_operator()) / (jobs * pods)
-    requests_row.samples.setdefault("ours", []).append(per_pod)
+    found["requests-per-pod"] = len(log.of_operator())
+    for name, value in found.items():
+        rows_of[name].samples.setdefault("ours", []).append(value / shape.all_pods)
 
 
 def finish(cluster: Cluster, namespace: str) -> None:
@@ -77,24 +103,26 @@ def rows(cluster: Cluster, wanted: set[str], repeats: int = REPEATS) -> Iterator
     local = backend.local_cluster()
     kwok.up(local, NODES)
     try:
-        for name, (jobs, pods, most) in SHAPES.items():
-            per_pod = Row(f"requests-per-pod-{name}", "requests", most, absolute=True)
-            writes = Row(f"writes-per-pod-{name}", "writes", MOST_WRITES, absolute=True)
-            asked = [row for row in (per_pod, writes) if row.name in wanted]
+        for name, shape in SHAPES.items():
+            rows_of = {
+                "requests-per-pod": Row(f"requests-per-pod-{name}", "requests", shape.requests, absolute=True),
+                "writes-per-pod": Row(f"writes-per-pod-{name}", "writes", MOST_WRITES, absolute=True),
+                "operator-cpu": Row(f"operator-cpu-{name}", "ms", shape.milliseconds, absolute=True),
+            }
+            asked = [row for row in rows_of.values() if row.name in wanted]
             if asked:
                 for _ in range(repeats):
-                    requests(cluster, jobs, pods, per_pod, writes)
+                    requests(cluster, shape, rows_of)
                 yield from asked
-        for name, (jobs, pods, _) in SHAPES.items():
+        for name, shape in SHAPES.items():
             if f"scale-{name}" in wanted:
-                yield scale(cluster, f"scale-{name}", jobs, pods, bare, 1.1, strict=False)
+                yield scale(cluster, f"scale-{name}", shape, bare, 1.1, strict=False)
         raised = [name for name in SHAPES if f"scale-raised-{name}" in wanted]
         if raised or "operator-rss-5000" in wanted:
             local.restart_controllers(RAISED)
             try:
                 for name in raised:
-                    jobs, pods, _ = SHAPES[name]
-                    yield scale(cluster, f"scale-raised-{name}", jobs, pods, indexed, 1.0, strict=True)
+                    yield scale(cluster, f"scale-raised-{name}", SHAPES[name], indexed, 1.0, strict=True)
                 if "operator-rss-5000" in wanted:  # about a steady state: here it is reached a minute sooner
                     yield rss_5000(cluster)
             finally:

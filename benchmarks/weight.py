@@ -10,6 +10,7 @@ import psutil
 
 from benchmarks.measure import REPEATS, Row
 from benchmarks.pretended import in_parallel, ours, post, started
+from benchmarks.processor import read_processor_seconds
 from e2e import deploy
 from e2e.harness import JOBS, Cluster, Object, phase, training_job, wait
 
@@ -32,7 +33,7 @@ def rss_5000(cluster: Cluster) -> Row:
     row = Row("operator-rss-5000", "MiB", 250, absolute=True)
     with started(cluster, ours, 10, 500):
         process = operator_process(cluster)
-        _settle(process, 20)
+        settle(process, 20)
         for _ in range(REPEATS):
             row.samples.setdefault("ours", []).append(process.memory_info().rss / 2**20)
             time.sleep(5)
@@ -46,20 +47,20 @@ def idle(cluster: Cluster, jobs: int = 1000) -> Row:
         path = JOBS.format(namespace=namespace)
         post(cluster, path, [training_job(f"done-{n}", ["true"], suspend=True) for n in range(jobs)])
 
-        def settle() -> bool:
+        def suspended() -> bool:
             return all(phase(job) == "Suspended" for job in cluster.items(path))
 
-        wait(settle, 300, "all jobs looked at once", every=2)
+        wait(suspended, 300, "all jobs looked at once", every=2)
         status = {"phase": "Succeeded", "conditions": [_condition("Complete"), _condition("Ready")]}
         names = [job["metadata"]["name"] for job in cluster.items(path)]
         in_parallel(lambda name: cluster.request("PATCH", f"{path}/{name}/status", {"status": status}), names)
         process = operator_process(cluster)
-        _settle(process, 5)
+        settle(process, 5)
         row.samples["ours"] = [_share(process, 30) for _ in range(REPEATS)]
     return row
 
 
-def _settle(process: psutil.Process, share: float) -> None:
+def settle(process: psutil.Process, share: float) -> None:
     """Wait until the operator has seen all that there is. If it never gets quiet, the samples will say so."""
     with suppress(AssertionError):
         wait(lambda: _share(process, 2) < share, 60, "the operator to have seen everything", every=0)
@@ -67,10 +68,9 @@ def _settle(process: psutil.Process, share: float) -> None:
 
 def _share(process: psutil.Process, seconds: float) -> float:
     """Per cent of one core that the process uses in that time."""
-    before, began = process.cpu_times(), time.monotonic()
+    before, began = read_processor_seconds(process), time.monotonic()
     time.sleep(seconds)
-    after = process.cpu_times()
-    used = after.user + after.system - before.user - before.system
+    used = read_processor_seconds(process) - before
     return 100 * used / (time.monotonic() - began)
 
 

@@ -57,13 +57,13 @@ class Laptop:
         procs: int = 1,
         python: str = sys.executable,
         environ: Mapping[str, str] | None = None,
-        zipped: bool = False,
+        zipped: bool | bytes = False,
         **job: Any,
     ) -> None:
         """`environ`: what every agent, and so every rank, finds in its environment besides this process's own.
 
-        `zipped`: the agents run the zipapp, which a Python compiles anew in each process, for 0.2 s; else the same
-        files in a folder.
+        `zipped`: the agents run this zipapp, or that of the sources, which a Python compiles anew in each process;
+        else the same files in a folder.
         """
         self.base, self.nodes, self.python = base, nodes, python
         self.environ = {**os.environ, **(environ or {})}
@@ -72,7 +72,7 @@ class Laptop:
         base.mkdir(parents=True, exist_ok=True)
         self._agent = base / ("agent.pyz" if zipped else "agent")
         if zipped:
-            self._agent.write_bytes(agent_zip.build_zipapp())
+            self._agent.write_bytes(zipped if isinstance(zipped, bytes) else agent_zip.build_zipapp())
         else:
             (self._agent / "everstep").mkdir(parents=True)
             (self._agent / "everstep" / "__init__.py").touch()

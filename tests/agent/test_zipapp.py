@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -228,6 +229,62 @@ def test_a_missing_module_is_named(tmp_path: Path) -> None:
     assert b"No module named _asyncio" in done.stderr
 
 
+def test_a_python_without_zlib_is_named(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.pyz"
+    agent.write_bytes(agent_zip.build_zipapp())
+    without = f"import runpy, sys; sys.modules['zlib'] = None; sys.argv = ['', 'run', '--local', {str(tmp_path)!r}]; "
+    run = f"runpy.run_path({str(agent)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-I", "-S", "-B", "-c", without + run], capture_output=True, text=True)
+    assert done.returncode == 120
+    assert "zlib not available" in done.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_byte_code_is_run_by_the_python_that_it_is_made_for_and_sources_by_others(tmp_path: Path, version: str) -> None:
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    packed = agent_zip.pack_byte_code([sys.executable])
+    assert agent_zip.read_sources(packed) == agent_zip.read_sources(agent_zip.pack_sources())
+    agent = tmp_path / "agent.pyz"
+    with zipfile.ZipFile(io.BytesIO(packed)) as whole, zipfile.ZipFile(agent, "w") as archive:
+        for name in whole.namelist():
+            source = name.endswith("main.py") and not name.startswith("__main__")
+            archive.writestr(name, b"raise ImportError('of the sources')" if source else whole.read(name))
+    done = subprocess.run([python, "-I", "-S", "-B", agent, "run", "--local", tmp_path], capture_output=True, text=True)
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        assert done.returncode == 1
+        assert "job.json" in done.stderr
+    else:
+        assert done.returncode == 120
+        assert "of the sources" in done.stderr
+
+
+def test_an_agent_of_byte_code_supervises_ranks_and_tells_where_it_failed(tmp_path: Path) -> None:
+    packed = agent_zip.pack_byte_code([sys.executable])
+    with Laptop(tmp_path, ["sh", "-c", FAIL_ONCE], zipped=packed) as job:
+        assert job.until(lambda s: s["outcome"])["outcome"]["result"] == "succeeded"
+        assert job.exit_codes() == [0, 0]
+
+
+def test_an_operator_takes_the_file_of_its_image_if_it_has_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = agent_zip.pack_byte_code([sys.executable])
+    monkeypatch.setattr(agent_zip, "PACKED", tmp_path / "agent.pyz")
+    assert agent_zip.build_zipapp.__wrapped__() == agent_zip.pack_sources()
+    agent_zip.PACKED.write_bytes(packed)
+    assert agent_zip.build_zipapp.__wrapped__() == packed
+    monkeypatch.setattr(agent_zip, "pack_sources", lambda: agent_zip._write({"__main__.py": b"of a newer version"}))
+    assert agent_zip.read_sources(agent_zip.build_zipapp.__wrapped__()) == {"__main__.py": b"of a newer version"}
+
+
+def test_more_byte_code_than_a_config_map_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_zip, "LIMIT", len(agent_zip.pack_sources()) + 1000)
+    with pytest.raises(ValueError, match="name fewer Pythons"):
+        agent_zip.pack_byte_code([sys.executable])
+
+
 def test_a_job_that_cannot_be_read_is_a_failure_and_not_the_images_fault(tmp_path: Path) -> None:
     job = Laptop(tmp_path, ["true"], nodes=1, zipped=True)
     (tmp_path / "job.json").write_text("{}")
@@ -240,7 +297,8 @@ def test_the_same_sources_are_the_same_bytes(tmp_path: Path) -> None:
     assert agent_zip.build_zipapp.__wrapped__() == agent_zip.build_zipapp.__wrapped__()
     subprocess.run([sys.executable, "-m", "everstep.agent_zip", tmp_path / "agent.pyz"], check=True)
     assert zipfile.is_zipfile(tmp_path / "agent.pyz")
-    assert len(agent_zip.build_zipapp()) < 512 * 1024  # a ConfigMap has room for 1 MiB
+    assert len(agent_zip.pack_sources()) < 256 * 1024  # a ConfigMap has room for 1 MiB
+    assert (tmp_path / "agent.pyz").stat().st_size < 640 * 1024
     assert len(agent_zip.compute_digest()) == 12
 
 

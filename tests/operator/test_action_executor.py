@@ -75,7 +75,7 @@ class Objects:
             raise errors.Unreachable("lost", sent=True)
         return self.there[name]
 
-    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+    async def get(self, resource: Any, namespace: str, name: str, **_: Any) -> Any:
         assert resource.plural != "secrets"
         if (resource.plural, name) not in self.there:
             raise errors.NotFound(404, "NotFound", name)

@@ -19,7 +19,7 @@ from everstep_operator.cluster.agent_code import (
 class ConfigMaps:
     def __init__(self) -> None:
         self.there: dict[tuple[str, str], Any] = {}
-        self.creates = self.reads = 0
+        self.creates = self.reads = self.whole_reads = 0
 
     async def create(self, resource: Any, namespace: str, body: Any) -> Any:
         self.creates += 1
@@ -30,11 +30,13 @@ class ConfigMaps:
         self.there[name] = {**body, "metadata": meta}
         return self.there[name]
 
-    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+    async def get(self, resource: Any, namespace: str, name: str, *, metadata_only: bool = False) -> Any:
         self.reads += 1
         if (namespace, name) not in self.there:
             raise errors.NotFound(404, "NotFound", name)
-        return self.there[(namespace, name)]
+        there = self.there[(namespace, name)]
+        self.whole_reads += not metadata_only
+        return {"metadata": there["metadata"]} if metadata_only else there
 
     async def delete(self, resource: Any, namespace: str, name: str, *, uid: str) -> None:
         assert self.there[(namespace, name)]["metadata"]["uid"] == uid
@@ -59,6 +61,31 @@ async def test_it_is_created_once_and_read_for_each_set_of_pods(client: Any) -> 
     for _ in range(3):
         await agent.ensure(client, "ns")
     assert (client.creates, client.reads) == (1, 3)
+
+
+async def test_its_content_is_read_once_until_another_object_has_its_name(client: Any) -> None:
+    agent, key = AgentCode(b"code"), ("ns", AgentCode(b"code").name)
+    await agent.ensure(client, "ns")
+    client.there[key] = {**client.there[key], "metadata": {**client.there[key]["metadata"], "uid": "another"}}
+    for _ in range(3):
+        await agent.ensure(client, "ns")
+    assert client.whole_reads == 1
+    del client.there[key]
+    await agent.ensure(client, "ns")
+    assert client.creates == 2
+    client.there[key] = {**AgentCode(b"evil").config_map(), "metadata": {"name": agent.name, "uid": "evil"}}
+    for _ in range(2):
+        with pytest.raises(errors.NotOurs):
+            await agent.ensure(client, "ns")
+
+
+async def test_what_may_be_edited_is_read_each_time(client: Any) -> None:
+    agent, key = AgentCode(b"code"), ("ns", AgentCode(b"code").name)
+    client.there[key] = {**agent.config_map(), "immutable": False, "metadata": {"name": agent.name, "uid": "u"}}
+    await agent.ensure(client, "ns")
+    client.there[key] = {**client.there[key], "binaryData": AgentCode(b"evil").config_map()["binaryData"]}
+    with pytest.raises(errors.NotOurs):
+        await agent.ensure(client, "ns")
 
 
 async def test_other_code_under_our_name_is_not_run(client: Any) -> None:
@@ -121,6 +148,7 @@ async def test_what_is_no_agent_is_neither_deleted_nor_taken_for_one(client: Any
     label = {"everstep.dev/agent": "x"}
     mine = {"metadata": {"namespace": "ns", "name": "mine", "uid": "m", "labels": label}, "data": {"a": "b"}}
     forged = {**client.there[("ns", agent.name)], "binaryData": AgentCode(b"evil").config_map()["binaryData"]}
+    forged["metadata"] = {**forged["metadata"], "uid": "f"}
     client.there = {("ns", "mine"): mine, ("ns", agent.name): forged}
     for now in (0.0, KEEP_SECONDS + 1):
         await agent.collect_garbage(client, list(client.there.values()), {}, now)
@@ -172,7 +200,8 @@ async def test_code_that_was_replaced_is_found_before_the_next_pods(client: Any)
     agent = AgentCode(b"code")
     await agent.ensure(client, "ns")
     evil = AgentCode(b"evil").config_map()["binaryData"]
-    client.there[("ns", agent.name)] = {**client.there[("ns", agent.name)], "binaryData": evil}
+    there = client.there[("ns", agent.name)]
+    client.there[("ns", agent.name)] = {**there, "binaryData": evil, "metadata": {**there["metadata"], "uid": "evil"}}
     with pytest.raises(errors.NotOurs):
         await agent.ensure(client, "ns")
 

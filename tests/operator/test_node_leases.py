@@ -85,14 +85,18 @@ class Follower:
             self.server.alive.update(names)
         self.leases.follow(JOB, frozenset(self.server.versions))
 
-    def put_node(self, name: str, *, ready: bool = True, zone: str = "") -> NodeView:
-        labels = {"topology.kubernetes.io/zone": zone} if zone else {}
+    def put_node(self, name: str, *, ready: bool = True, zone: str = "", **more: str) -> NodeView:
+        labels = {**({"topology.kubernetes.io/zone": zone} if zone else {}), **more}
         meta = {"name": name, "uid": name, "resourceVersion": str(self.cache.nodes.newest + 1), "labels": labels}
         status = {"conditions": [{"type": "Ready", "status": "True" if ready else "Unknown"}]}
         self.cache.nodes.put({"metadata": meta, "status": status})
         entry = self.cache.nodes.get(("", name))
         assert entry is not None
         return entry.value
+
+    def put_pool(self, name: str, **selector: str) -> None:
+        meta = {"name": name, "uid": name, "resourceVersion": str(self.cache.pools.newest + 1)}
+        self.cache.pools.put({"metadata": meta, "spec": {"nodeSelector": selector}})
 
     def silent(self, *names: str) -> list[str]:
         marked = self.leases.mark_silent(NodeView(name) for name in names)
@@ -229,6 +233,21 @@ async def test_most_nodes_of_a_zone_that_are_silent_together_are_held(follower: 
     marked = follower.leases.mark_silent([nodes["a1"], nodes["b1"]])
     assert "2 of 3 of zone a are silent at once" in marked["a1"].held
     assert marked["b1"].held == ""
+
+
+async def test_most_nodes_of_a_pool_that_are_silent_together_are_held(follower: Follower) -> None:
+    """The switch of a rack: of its zone and its cluster they are few."""
+    racks = {"r1": "west", "r2": "west", "r3": "west", **{f"e{i}": "east" for i in range(9)}}
+    nodes = {name: follower.put_node(name, zone="a", rack=rack) for name, rack in racks.items()}
+    follower.follow("r1", "r2", "e1")
+    await follower.pass_time(SILENCE + 5)
+    assert [node.held for node in follower.leases.mark_silent([nodes["r1"], nodes["e1"]]).values()] == ["", ""]
+    follower.put_pool("everything")
+    follower.put_pool("east", rack="east")
+    follower.put_pool("west", rack="west")
+    marked = follower.leases.mark_silent([nodes["r1"], nodes["e1"]])
+    assert "2 of 3 of pool west are silent at once" in marked["r1"].held
+    assert marked["e1"].held == ""
 
 
 async def test_nodes_that_have_not_been_renewed_for_nearly_as_long_count_as_silent_too(follower: Follower) -> None:

@@ -71,7 +71,7 @@ class Server:
             raise errors.Forbidden(403, "Forbidden", 'admission webhook "no-deletes" denied the request')
         return True
 
-    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+    async def get(self, resource: Any, namespace: str, name: str, **_: Any) -> Any:
         if (resource.plural, name) in self.there:
             return self.there[(resource.plural, name)]
         raise errors.NotFound(404, "NotFound", name)

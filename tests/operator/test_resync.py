@@ -36,7 +36,7 @@ class Server:
         self.version += 1
         yield ListPage(list(self.there.get(resource.plural, ())), self.version)
 
-    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+    async def get(self, resource: Any, namespace: str, name: str, **_: Any) -> Any:
         raise errors.NotFound(404, "NotFound", name)
 
     async def create(self, resource: Any, namespace: str, body: Any) -> Any:

@@ -165,8 +165,8 @@ class Reason(StrEnum):
     NODE_LOST = "NodeLost", "A node with pods of the job stopped responding, or was removed."
     HELD = (
         "Held",
-        "Most nodes of the job, its zone or the cluster are silent at once, as in a network partition: their pods "
-        "stay until some of the nodes are heard again; delete those pods if the machines are dead.",
+        "Most nodes of the job, its zone, its pool or the cluster are silent at once, as in a network partition: their "
+        "pods stay until some of the nodes are heard again; delete those pods if the machines are dead.",
     )
     NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
     NODE_AVOIDED = "NodeAvoided", "Jobs have failed on a node, and new pods avoid it for a while."

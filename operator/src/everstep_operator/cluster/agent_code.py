@@ -77,6 +77,7 @@ class AgentCode:
 
     code: bytes
     _present: set[str] = field(default_factory=set)
+    _compared: dict[str, str] = field(default_factory=dict)  # UID of the immutable object with this code, by namespace
     _unused_since: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @cached_property
@@ -105,15 +106,34 @@ class AgentCode:
         }
 
     async def ensure(self, client: Client, namespace: str) -> None:
-        """Make sure that the ConfigMap is in `namespace`, with this code. It is read for each set of pods: whoever may
-        write ConfigMaps can replace it at any moment."""
+        """Make sure that the ConfigMap is in `namespace`, with this code. It is looked at for each set of pods: whoever
+        may write ConfigMaps can replace it at any moment."""
         self._unused_since.pop((namespace, self.name), None)
-        found = await self._stored(client, namespace)
-        # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
-        if found.get("binaryData") != {_FILE: self.encoded} and stored_digest(found) != self.digest:
-            self._present.discard(namespace)
-            raise foreign_code_error(namespace, self.name)
+        if not await self._is_as_compared(client, namespace):
+            found = await self._stored(client, namespace)
+            # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
+            if found.get("binaryData") != {_FILE: self.encoded} and stored_digest(found) != self.digest:
+                self._present.discard(namespace)
+                raise foreign_code_error(namespace, self.name)
+            uid = str(found["metadata"].get("uid") or "")
+            if uid and found.get("immutable") is True:
+                self._compared[namespace] = uid
         self._present.add(namespace)
+
+    async def _is_as_compared(self, client: Client, namespace: str) -> bool:
+        """Tell whether the object is there whose content was compared. What is immutable stays as it is until another
+        object has its name: half a megabyte need not be read for each set of pods."""
+        uid = self._compared.pop(namespace, None)
+        if uid is None:
+            return False
+        try:
+            found = await client.get(CONFIG_MAPS, namespace, self.name, metadata_only=True)
+        except errors.NotFound:
+            return False
+        if found["metadata"].get("uid") != uid:
+            return False
+        self._compared[namespace] = uid
+        return True
 
     async def _stored(self, client: Client, namespace: str) -> ApiObject:
         """Read the ConfigMap, or create it. In most namespaces it exists, and a used-up quota would reject even a

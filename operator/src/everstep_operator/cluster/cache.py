@@ -242,6 +242,7 @@ class ClusterCache:
     node_rules: Rules = field(default_factory=lambda: DEFAULT_RULES)  # by which Nodes are read that announce their end
     node_changes: int = 0  # how often what nodes can hold has changed
     node_view_changes: int = 0  # how often anything of a node has
+    pool_changes: int = 0  # how often a pool has
     own_writes: set[Key] = field(default_factory=set)  # jobs whose status this operator writes at this moment
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
     _sets: dict[Key, tuple[PodView, ...]] = field(default_factory=dict)  # `pods_of`, until a pod changes
@@ -257,7 +258,7 @@ class ClusterCache:
             PODS.kind, _parse_pod, self._pod_noticed, lambda pod: pod[1].listed
         )
         self.pools: ObjectCache[Mapping[str, Any]] = ObjectCache(
-            POOLS.kind, _strip_managed_fields, lambda key, old, new: self.pool_changed(key[1]), is_custom=True
+            POOLS.kind, _strip_managed_fields, self._pool_noticed, is_custom=True
         )
         self.nodes: ObjectCache[NodeView] = ObjectCache(
             NODES.kind, lambda raw: parse_node(raw, self.node_rules), self._node_noticed
@@ -295,6 +296,10 @@ class ClusterCache:
         if key in self.own_writes and old is not None and new is not None and _strip_status(old) == _strip_status(new):
             return
         self.touched(key)
+
+    def _pool_noticed(self, key: Key, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
+        self.pool_changes += 1
+        self.pool_changed(key[1])
 
     def _node_noticed(self, key: Key, old: NodeView | None, new: NodeView | None) -> None:
         if old is None or new is None or old.capacity != new.capacity:

@@ -56,6 +56,7 @@ _METHODS = {"get": "GET", "list": "GET", "create": "POST", "delete": "DELETE", "
 _JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"  # JSON is YAML, and every server with server-side apply knows this type
 _MERGE = "application/merge-patch+json"
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
@@ -110,8 +111,11 @@ class Client:
 
     # --- reading
 
-    async def get(self, resource: ApiResource, namespace: str | None, name: str) -> ApiObject:
-        return await self._send_with_retries("get", resource, resource.path(namespace, name))
+    async def get(
+        self, resource: ApiResource, namespace: str | None, name: str, *, metadata_only: bool = False
+    ) -> ApiObject:
+        accept = _METADATA if metadata_only else _JSON
+        return await self._send_with_retries("get", resource, resource.path(namespace, name), accept=accept)
 
     async def list(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -64,10 +64,12 @@ class _FollowedNode:
 
 @dataclass
 class _Counts:
-    """Numbers of nodes, and of those that are unrenewed, by zone."""
+    """Numbers of nodes, and of those that are unrenewed, by zone, and by pool for pools that have such nodes."""
 
     nodes: Counter[str] = field(default_factory=Counter)
     unrenewed: Counter[str] = field(default_factory=Counter)
+    pool_nodes: Counter[str] = field(default_factory=Counter)
+    pool_unrenewed: Counter[str] = field(default_factory=Counter)
 
 
 class NodeLeases:
@@ -105,7 +107,7 @@ class NodeLeases:
         self._sleep = sleep
         self._nodes: dict[str, _FollowedNode] = {}
         self._changes = 0  # how often a node has become unrenewed, or was renewed
-        self._counted: tuple[tuple[int, int], _Counts] | None = None  # of which changes, and the counts
+        self._counted: tuple[tuple[int, int, int], _Counts] | None = None  # of which changes, and the counts
         self._reads = asyncio.Semaphore(READS_AT_ONCE)
         self._logs = LogRateLimiter()
 
@@ -130,7 +132,7 @@ class NodeLeases:
         for node in nodes:
             known = self._nodes.get(node.name)
             if known is not None:
-                held = self._find_brake(node.zone) if known.silent_since is not None else ""
+                held = self._find_brake(node) if known.silent_since is not None else ""
                 unrenewed = known.is_unrenewed(self._silence)
                 node = replace(
                     node,
@@ -153,30 +155,47 @@ class NodeLeases:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _find_brake(self, zone: str) -> str:
-        """Return why no node of this zone is to be taken for dead now, or nothing."""
-        counts = self._count_nodes()
-        which = f"zone {zone}" if zone else "the cluster"
-        return describe_brake(counts.unrenewed[zone], counts.nodes[zone], which) or describe_brake(
-            counts.unrenewed.total(), counts.nodes.total(), "the cluster"
-        )
+    def _find_brake(self, node: NodeView) -> str:
+        """Return why this node is not to be taken for dead now, or nothing."""
+        counts, zone = self._count_nodes(), node.zone
+        found = describe_brake(counts.unrenewed[zone], counts.nodes[zone], f"zone {zone}" if zone else "the cluster")
+        for pool in self._list_pools(node):
+            found = found or describe_brake(counts.pool_unrenewed[pool], counts.pool_nodes[pool], f"pool {pool}")
+        return found or describe_brake(counts.unrenewed.total(), counts.nodes.total(), "the cluster")
 
     def _count_nodes(self) -> _Counts:
         """Count all nodes: once for all that is asked until one of them changes. When half of a large cluster is
         silent, each of its jobs asks for each of its nodes again and again."""
-        changes = (self._cache.node_view_changes, self._changes)
+        changes = (self._cache.node_view_changes, self._cache.pool_changes, self._changes)
         if self._counted is not None and self._counted[0] == changes:
             return self._counted[1]
-        counts = _Counts()
+        counts, witnesses = _Counts(), []
         for (_, name), node in self._cache.nodes.items():
             known = self._nodes.get(name)
             is_silent = known is not None and known.is_unrenewed(self._silence)
             if not (node.ready or is_silent):
                 continue  # it has been gone for long, and is no witness of anything
+            witnesses.append(node)
             counts.nodes[node.zone] += 1
             counts.unrenewed[node.zone] += is_silent
+            if is_silent:
+                counts.pool_unrenewed.update(self._list_pools(node))
+        for node in witnesses if counts.pool_unrenewed else ():
+            counts.pool_nodes.update(self._list_pools(node, set(counts.pool_unrenewed)))
         self._counted = (changes, counts)
         return counts
+
+    def _list_pools(self, node: NodeView, among: Container[str] | None = None) -> list[str]:
+        """Return the TrainingPools to which a node belongs by its labels."""
+        labels = node.capacity.labels if node.capacity is not None else {}
+        pools = ((name, pool["spec"].get("nodeSelector") or {}) for (_, name), pool in self._cache.pools.items())
+        return [
+            name
+            for name, selector in pools
+            if selector
+            and (among is None or name in among)
+            and all(labels.get(key) == value for key, value in selector.items())
+        ]
 
     @property
     def _period(self) -> float:

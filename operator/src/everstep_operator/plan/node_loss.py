@@ -11,8 +11,8 @@ as a whole, and whatever else keeps the operator from the leader (a NetworkPolic
 in which kubelets are restarted. An operator that has just started takes a leader for one that it can reach if the job's
 status says that the operator before it could.
 
-Where more than half of the nodes of a job, a zone or a cluster of at least `MIN_BRAKED` are silent together, a network
-that is cut in two is likelier than that many deaths: nothing is done, and the job says `Held`.
+Where more than half of the nodes of a job, a zone, a pool or a cluster of at least `MIN_BRAKED` are silent together, a
+network that is cut in two is likelier than that many deaths: nothing is done, and the job says `Held`.
 """
 
 from __future__ import annotations

@@ -29,6 +29,16 @@ def _escape_json(text):
     return "".join(letter if " " <= letter <= "~" else " " for letter in text)
 
 
+def _prefer_byte_code():
+    """Import modules that are compiled for this Python already, if the archive has them: half of a start is compiling.
+    Other versions of Python take the sources."""
+    try:
+        from _frozen_importlib_external import MAGIC_NUMBER  # importlib.util would import ten modules more
+    except ImportError:
+        return
+    sys.path.insert(0, sys.path[0] + os.sep + MAGIC_NUMBER.hex())
+
+
 def _start_agent():
     version = "Python %d.%d.%d (%s)" % (tuple(sys.version_info[:3]) + (sys.executable,))  # noqa: UP031, RUF005
     if sys.version_info < (3, 9):  # noqa: UP036
@@ -38,6 +48,7 @@ def _start_agent():
 
         # PID 1 has no default handlers: until the agent sets its own, a TERM would be lost.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+        _prefer_byte_code()
         from everstep.agent.main import main
     except (ImportError, SyntaxError) as error:
         _report_cannot_run("%s: %s" % (version, error))  # noqa: UP031
