@@ -316,6 +316,27 @@ def test_the_agent_is_told_which_memory_no_other_pod_sees(over: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    ("path", "source", "owns"),
+    [
+        ("/opt/ml/input/data/train", {"persistentVolumeClaim": {"claimName": "data"}}, True),
+        ("/opt/ml", {"persistentVolumeClaim": {"claimName": "data"}}, True),  # ours lies over it
+        ("/opt/ml/input", {"emptyDir": {}}, True),
+        ("/opt/ml/input/", {"persistentVolumeClaim": {"claimName": "data"}}, False),
+        ("/opt/ml/input/config", {"nfs": {"server": "files", "path": "/"}}, False),
+    ],
+)
+def test_the_agent_is_told_whether_other_pods_see_the_contracts_files(
+    path: str, source: dict[str, Any], owns: bool
+) -> None:
+    over = {
+        "containers": [{"name": "trainer", "volumeMounts": [{"name": "data", "mountPath": path}]}],
+        "volumes": [{"name": "data", **source}],
+    }
+    frozen = resolved(job().spec(podTemplate={"spec": over}), host_fields=frozenset("*"))
+    assert frozen.job["ownsInput"] is owns
+
+
+@pytest.mark.parametrize(
     ("name", "hook", "expected"),
     [
         ("trainer", {"preStop": {"sleep": {"seconds": 30}}}, 80),
