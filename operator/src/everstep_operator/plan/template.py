@@ -106,6 +106,8 @@ def resolve_template(
     if not plain:  # the agent writes its last message where it is by default, and nowhere else is it looked for
         for name in ("terminationMessagePath", "terminationMessagePolicy"):
             trainer.pop(name, None)
+    if spec.get("hostNetwork"):
+        _share_host_network(spec, trainer, plain_mode.MASTER_PORT if plain else settings.agent_port)
     # A read-only root without a writable /tmp breaks nearly every trainer.
     if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _has_mount(trainer, "/tmp"):  # noqa: S108
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _build_mount("everstep-tmp", "/tmp")]  # noqa: S108
@@ -330,6 +332,15 @@ def _build_tolerations(pool: TrainingPool | None, settings: PlanSettings) -> lis
     patient = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": settings.node_lost_toleration}
     ours = [{"key": f"node.kubernetes.io/{taint}", **patient} for taint in ("not-ready", "unreachable")]
     return [*ours, *(t.manifest() for t in pool.spec.tolerations)] if pool is not None else ours
+
+
+def _share_host_network(spec: dict[str, Any], trainer: dict[str, Any], port: int) -> None:
+    """Tell the scheduler which port of its node a pod needs: no two have one, of this job or another. And names of the
+    job are those of the cluster, also where pods have the name servers of their nodes by default."""
+    spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    ports = trainer.get("ports") or []
+    if all(each.get("containerPort") != port for each in ports):
+        trainer["ports"] = [*ports, {"containerPort": port}]
 
 
 def _find_forbidden_field(over: Mapping[str, Any], settings: PlanSettings) -> str | None:
