@@ -51,6 +51,8 @@ class Node:
         python: str = sys.executable,
         pod: bool = False,
         shares_memory: bool = False,
+        shares_input: bool = False,
+        scratch: Path | None = None,
         environ: dict[str, str] | None = None,
         agent: Path = Path("/nonexistent"),
         prefix: Sequence[str] = (),
@@ -74,7 +76,7 @@ class Node:
         self._environ = {**os.environ, **(environ or {})}
         self._setup = {
             "agent": str(agent),
-            "scratch": str(self.folder / "run"),
+            "scratch": str(scratch or self.folder / "run"),
             "shm": str(self.shm) if pod else "",
             "slots": str(self.folder / "slots") if pod else "",
             "clean_timeout": clean_timeout,
@@ -106,6 +108,7 @@ class Node:
                 "port": 8470,
                 "ownsSharedMemory": not shares_memory,
                 "ownsIpc": not shares_memory,
+                "ownsInput": not shares_input,
             },
         }
 

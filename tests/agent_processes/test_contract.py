@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from everstep.agent.ranks.container_contract import (
     build_sm_environment,
     drop_unusable_variables,
 )
+from everstep.agent.ranks.contract_files import write_contract_files
 from everstep.agent.ranks.environment import count_cpus, restore_path
 from everstep.agent.system.gpu import count_gpus
 from everstep.agent.wire.generation_layout import GenerationLayout
@@ -117,6 +119,28 @@ def test_hosts_are_in_lexicographic_order() -> None:
     env = build_sm_environment(facts(num_nodes=11, node_index=9))
     assert json.loads(env["SM_HOSTS"])[:4] == ["algo-1", "algo-10", "algo-11", "algo-2"]
     assert (env["SM_CURRENT_HOST"], env["SM_CURRENT_HOST_RANK"]) == ("algo-10", "1")
+
+
+def test_links_in_a_shared_volume_stay_as_they_are_and_take_the_place_of_files_of_before(tmp_path: Path) -> None:
+    shared, said = tmp_path / "hyperparameters.json", list[str]()
+    shared.write_text("of a former version")
+    for data in (b"1", b"2"):
+        write_contract_files({str(shared): data}, tmp_path / "own", said.append)
+        assert (shared.readlink(), shared.read_bytes()) == (tmp_path / "own" / shared.name, data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [shared.name, "own"]
+    assert not said
+
+
+def test_a_volume_that_takes_no_links_has_the_files_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.EIO, "no links here", str(self))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    path, said = tmp_path / "hyperparameters.json", list[str]()
+    write_contract_files({str(path): b"1"}, tmp_path / "own", said.append)
+    assert path.read_bytes() == b"1"
+    assert not path.is_symlink()
+    assert "takes no links" in said[0]
 
 
 def test_no_hyperparameter_can_keep_a_rank_from_starting() -> None:

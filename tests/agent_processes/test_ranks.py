@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -154,6 +155,34 @@ async def test_ranks_start_where_the_users_own_input_volume_is_read_only(tmp_pat
         assert (await node.event("RankExited"))["exit_code"] == 0
         await node.until(lambda: '{"epochs":10}' in node.logged(), "the hyperparameters of the environment")
         assert f"{volume}/config/hyperparameters.json is not written" in node.logged()
+
+
+@needs_root
+async def test_pods_that_share_a_volume_of_input_read_their_own_files(tmp_path: Path) -> None:
+    """One claim with the data, mounted in place of /opt/ml/input by all pods of a job, or of several jobs."""
+    claim, scratch, go = tmp_path / "claim", tmp_path / "run", tmp_path / "go"
+    script = f'until [ -e {go} ]; do sleep 0.05; done; cat "$SM_INPUT_CONFIG_DIR/resourceconfig.json"'
+    claim.mkdir()
+    scratch.mkdir()
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = []
+        for index in range(2):
+            own, ml = tmp_path / f"run-{index}", tmp_path / f"node-{index}/ml"
+            own.mkdir()
+            ml.mkdir(parents=True)
+            (ml / "input").symlink_to(claim)
+            # As in a pod: an own folder, under the same path in all of them.
+            prefix = ["unshare", "--mount", "sh", "-c", f'mount --bind {own} {scratch} && exec "$@"', "sh"]
+            node = Node(
+                tmp_path, ["sh", "-c", script], index=index, nodes=2, prefix=prefix, scratch=scratch, shares_input=True
+            )
+            nodes.append(await stack.enter_async_context(node))
+            await node.start()
+        go.touch()
+        for node, host in zip(nodes, ("algo-1", "algo-2"), strict=True):
+            assert (await node.event("RankExited"))["exit_code"] == 0
+            said = f'"current_host":"{host}"'
+            await node.until(lambda node=node, said=said: said in node.logged(), said)  # type: ignore[misc]
 
 
 async def test_an_agent_that_waits_for_a_network_volume_still_hears_its_leader(tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ def test_bad_values_are_refused_by_name(template: Run, values: dict[str, Any], w
     assert word in result.stderr
 
 
+def test_a_secret_may_be_named_after_its_registry(template: Run) -> None:
+    result = template(imagePullSecrets=[{"name": "registry.example.com"}])
+    assert result.returncode == 0, result.stderr
+
+
 def test_every_default_is_described_and_every_description_has_a_default() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())

@@ -55,6 +55,17 @@ def test_what_a_pod_reserves_is_what_the_scheduler_counts() -> None:
     assert count(pod(one, resources={"limits": {"memory": "8Gi"}}), four) == 2
 
 
+def test_a_node_has_one_pod_of_a_set_that_wants_a_port_of_its_node() -> None:
+    nodes = [node(pods="110"), node(pods="110")]
+
+    def listening(**port: int) -> dict[str, Any]:
+        return {"containers": [{"ports": [port]}]}
+
+    assert count({"spec": listening(containerPort=6006)}, *nodes) == 100
+    assert count({"spec": listening(containerPort=6006, hostPort=80)}, *nodes) == 2
+    assert count({"spec": {**listening(containerPort=8470), "hostNetwork": True}}, *nodes) == 2
+
+
 def test_only_nodes_that_are_selected_and_whose_taints_are_tolerated_count() -> None:
     pools = [node(labels={"pool": name}, pods="1") for name in ("a", "a", "b")]
     assert count(pod({}, nodeSelector={"pool": "a"}), *pools) == 2

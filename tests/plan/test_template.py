@@ -235,6 +235,25 @@ def test_what_the_configuration_allows_passes() -> None:
     assert frozen.pod["spec"]["hostNetwork"] is True
 
 
+@pytest.mark.parametrize(("plain", "port"), [(False, 8470), (True, 7777)], ids=["agent", "plain"])
+def test_pods_in_the_network_of_their_nodes_claim_their_port_and_know_the_names_of_the_job(
+    plain: bool, port: int
+) -> None:
+    """Two on one node could not both listen, and name servers of nodes know no pods."""
+    mine = [{"containerPort": 6006}]
+    builder = job().pod(hostNetwork=True, containers=[{"name": "trainer", "ports": mine}])
+    spec = resolved(builder, plain=plain, host_fields=frozenset({"hostNetwork"})).pod["spec"]
+    assert (spec["dnsPolicy"], spec["containers"][0]["ports"]) == (
+        "ClusterFirstWithHostNet",
+        [*mine, {"containerPort": port}],
+    )
+    chosen = job().pod(
+        hostNetwork=True, dnsPolicy="Default", containers=[{"name": "trainer", "ports": spec["containers"][0]["ports"]}]
+    )
+    again = resolved(chosen, plain=plain, host_fields=frozenset({"hostNetwork"})).pod["spec"]
+    assert (again["dnsPolicy"], again["containers"][0]["ports"]) == ("Default", spec["containers"][0]["ports"])
+
+
 def test_a_projected_token_is_allowed_where_the_automatic_one_is() -> None:
     projected = {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
     frozen = resolved(job().pod(volumes=[projected]), host_fields=frozenset({"automountServiceAccountToken"}))
@@ -313,6 +332,27 @@ def test_resolving_does_not_change_the_job() -> None:
 def test_the_agent_is_told_which_memory_no_other_pod_sees(over: dict[str, Any], owns: tuple[bool, bool]) -> None:
     frozen = resolved(job().spec(podTemplate={"spec": over}), host_fields=frozenset("*"))
     assert (frozen.job["ownsSharedMemory"], frozen.job["ownsIpc"]) == owns
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "owns"),
+    [
+        ("/opt/ml/input/data/train", {"persistentVolumeClaim": {"claimName": "data"}}, True),
+        ("/opt/ml", {"persistentVolumeClaim": {"claimName": "data"}}, True),  # ours lies over it
+        ("/opt/ml/input", {"emptyDir": {}}, True),
+        ("/opt/ml/input/", {"persistentVolumeClaim": {"claimName": "data"}}, False),
+        ("/opt/ml/input/config", {"nfs": {"server": "files", "path": "/"}}, False),
+    ],
+)
+def test_the_agent_is_told_whether_other_pods_see_the_contracts_files(
+    path: str, source: dict[str, Any], owns: bool
+) -> None:
+    over = {
+        "containers": [{"name": "trainer", "volumeMounts": [{"name": "data", "mountPath": path}]}],
+        "volumes": [{"name": "data", **source}],
+    }
+    frozen = resolved(job().spec(podTemplate={"spec": over}), host_fields=frozenset("*"))
+    assert frozen.job["ownsInput"] is owns
 
 
 @pytest.mark.parametrize(

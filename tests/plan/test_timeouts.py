@@ -240,6 +240,47 @@ def test_a_replacement_whose_image_does_not_come_is_told_and_what_was_lost_stays
     world.run("Running")
 
 
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_job_that_has_trained_outlives_a_registry_that_is_unavailable(plain: bool, resumed: bool) -> None:
+    builder = job().nodes(2).timeouts(startup="5m", pending="1h")
+    world = World((builder.spec(command=None) if plain else builder).build()).run("Running")
+    if resumed:
+        world.tick()
+        world.edit(suspend=True)
+        world.run("Suspended")
+        world.edit(suspend=False)
+    else:
+        world.vanish(1)
+    for _ in range(180):
+        world.now += 10
+        world.lead()
+        world.reconcile()
+        world.bury()
+        world.bind()
+        for name in [pod.name for pod in world.pods.values() if pod.started_at is None]:
+            hold_up(world, name, "ImagePullBackOff the registry is unavailable")
+        assert world.phase in ("Scheduling", "Starting", "Restarting"), world.status.transitions[-1]
+    for name in world.pods:
+        hold_up(world, name, "")
+    world.run("Running")
+
+
+def test_what_a_replacement_waits_for_in_vain_ends_its_job_after_both_limits() -> None:
+    world = World(job().nodes(2).timeouts(startup="5m", pending="10m").build()).run("Running")
+    world.vanish(1)
+    began = world.now
+    while world.phase != "Failed":
+        assert world.now < began + 1000
+        world.now += 10
+        world.lead()
+        world.reconcile()
+        world.bind()
+        hold_up(world, "digits-1", "ImagePullBackOff the registry denies access")
+    assert world.now >= began + 900
+    assert "digits-1 cannot start: ImagePullBackOff the registry denies access" in world.status.conditions[0].message
+
+
 def test_a_container_that_waits_hides_no_rejection_of_another_replacement() -> None:
     """While a replacement is rejected, timeouts.pending does not count: that goes by the reason on record."""
     world = World(job().nodes(3).build()).run("Running")

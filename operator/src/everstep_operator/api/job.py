@@ -187,7 +187,8 @@ class Timeouts(ApiModel):
     pending: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=6)
     """Longest time without enough capacity for all pods."""
     startup: Annotated[Duration, limit_duration("1s", "1d")] = timedelta(minutes=10)
-    """Longest time from pods on nodes until all ranks are started."""
+    """Longest time from pods on nodes until all ranks are started. In a job that has run, from when all containers are
+    started: for images, Secrets and volumes it waits as long as for capacity, and `startup` besides."""
     runtime: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=24)
     """Longest time since the first start, less the time spent pending or suspended."""
     hang: Annotated[Duration, limit_duration("1s", "28d")] | None = None

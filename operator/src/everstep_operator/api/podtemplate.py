@@ -133,7 +133,7 @@ class PodSpecOverlay(ApiModel):
     service_account_name: str | None = Field(default=None, max_length=253)
     """Allowed if the operator's configuration lists it."""
     host_network: bool | None = None
-    """Allowed where the operator's configuration says so."""
+    """Allowed where the operator's configuration says so. A node has one such pod: its agent's port is the node's."""
     host_pid: bool | None = Field(default=None, alias="hostPID")
     """Allowed where the operator's configuration says so."""
     host_ipc: bool | None = Field(default=None, alias="hostIPC")

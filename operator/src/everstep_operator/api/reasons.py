@@ -93,7 +93,7 @@ class Reason(StrEnum):
     CONTAINER_WAITING = (
         "ContainerWaiting",
         "A pod has a node, and its kubelet cannot start it: the message quotes what it says of the image, a Secret or "
-        "a ConfigMap. It tries again until timeouts.startup.",
+        "a ConfigMap. It tries again until timeouts.startup; in a job that has run, for timeouts.pending besides.",
     )
     GANG_RELEASED = (
         "GangReleased",

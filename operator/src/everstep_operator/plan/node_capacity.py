@@ -101,6 +101,8 @@ def _make_candidate(
     selected = all(capacity.labels.get(key) == value for key, value in selector.items())
     selected = selected and is_node_allowed(spec, capacity.name, capacity.labels)
     places = _count_node_places(wanted, capacity.allocatable, enough) if selected and tolerated else 0
+    if _claims_host_port(spec):
+        places = min(places, 1)
     return CandidateNode(capacity.labels, selected, places)
 
 
@@ -108,6 +110,12 @@ def _count_node_places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, 
     if not allocatable:
         return enough
     return min((int(allocatable.get(name, Decimal(0)) / amount) for name, amount in wanted.items()), default=enough)
+
+
+def _claims_host_port(spec: Mapping[str, Any]) -> bool:
+    """Tell whether a pod wants a port of its node, which a second one of its set could not have."""
+    ports = [port for each in spec.get("containers") or () for port in each.get("ports") or ()]
+    return any(port.get("hostPort") or (spec.get("hostNetwork") and port.get("containerPort")) for port in ports)
 
 
 def _sum_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:

@@ -11,6 +11,7 @@ import hmac
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from everstep_operator.api.job import TrainingJob
@@ -105,6 +106,8 @@ def resolve_template(
     if not plain:  # the agent writes its last message where it is by default, and nowhere else is it looked for
         for name in ("terminationMessagePath", "terminationMessagePolicy"):
             trainer.pop(name, None)
+    if spec.get("hostNetwork"):
+        _share_host_network(spec, trainer, plain_mode.MASTER_PORT if plain else settings.agent_port)
     # A read-only root without a writable /tmp breaks nearly every trainer.
     if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _has_mount(trainer, "/tmp"):  # noqa: S108
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _build_mount("everstep-tmp", "/tmp")]  # noqa: S108
@@ -114,7 +117,8 @@ def resolve_template(
         said = policy.describe_for_library() if policy is not None else {}  # a script may name a store itself
         said = {**{name: value for name, value in said.items() if name != "store"}, "missing": why}
         config["variables"] = {**config["variables"], CHECKPOINT_VARIABLE: _encode_json(said)}
-    config |= {"ownsSharedMemory": _owns_shared_memory(spec, trainer), "ownsIpc": not spec.get("hostIPC")}
+    config |= {"ownsSharedMemory": _owns_folder(spec, trainer, _SHM), "ownsIpc": not spec.get("hostIPC")}
+    config["ownsInput"] = _owns_folder(spec, trainer, plain_mode.CONFIG_FOLDER)
     # A user's volume on one of our mount points leaves our volume without a use.
     used = [m.get("name") for c in _list_containers(spec) for m in c.get("volumeMounts") or ()]
     spec["volumes"] = [v for v in spec["volumes"] if not v["name"].startswith("everstep-") or v["name"] in used]
@@ -330,6 +334,15 @@ def _build_tolerations(pool: TrainingPool | None, settings: PlanSettings) -> lis
     return [*ours, *(t.manifest() for t in pool.spec.tolerations)] if pool is not None else ours
 
 
+def _share_host_network(spec: dict[str, Any], trainer: dict[str, Any], port: int) -> None:
+    """Tell the scheduler which port of its node a pod needs: no two have one, of this job or another. And names of the
+    job are those of the cluster, also where pods have the name servers of their nodes by default."""
+    spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    ports = trainer.get("ports") or []
+    if all(each.get("containerPort") != port for each in ports):
+        trainer["ports"] = [*ports, {"containerPort": port}]
+
+
 def _find_forbidden_field(over: Mapping[str, Any], settings: PlanSettings) -> str | None:
     account = over.get("serviceAccountName") or over.get("serviceAccount")
     if account and not _is_allowed(account, settings.service_accounts):
@@ -374,10 +387,12 @@ def _find_violation(
     )
 
 
-def _owns_shared_memory(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> bool:
-    """Tell whether nobody but this pod sees what is in its /dev/shm, so that its agent may empty it."""
+def _owns_folder(spec: Mapping[str, Any], trainer: Mapping[str, Any], folder: str) -> bool:
+    """Tell whether nobody but this pod sees what is in a folder: its agent may empty its /dev/shm then, and other pods
+    write none of the contract's files there."""
     mounts = {normalize_mount_path(m.get("mountPath") or "/"): m.get("name") for m in trainer.get("volumeMounts") or ()}
-    name = mounts.get(_SHM)
+    around = [folder, *map(str, PurePosixPath(folder).parents)]
+    name = next((mounts[path] for path in around if path in mounts), None)
     return any(volume["name"] == name and "emptyDir" in volume for volume in spec.get("volumes") or ())
 
 

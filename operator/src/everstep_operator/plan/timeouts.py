@@ -109,8 +109,12 @@ def _rejected_until(s: PlanContext) -> float | None:
 def _startup_deadline(s: PlanContext, limit: float) -> float | None:
     if s.phase not in (Phase.STARTING, Phase.RESTARTING) or not s.all_bound or _is_backing_off(s):
         return None
-    bound = max((p.scheduled_at or 0.0 for p in s.live), default=0.0)
-    return max(max(s.since({s.phase}), bound) + limit, _leader_asked_until(s))
+    if s.has_run and s.ready < s.wanted:
+        # What a container needs of a registry or a storage has been there before: a job that has trained waits for it
+        # as for nodes, see `_pending_deadline`.
+        return None
+    began = max(((p.started_at if s.has_run else p.scheduled_at) or 0.0 for p in s.live), default=0.0)
+    return max(max(s.since({s.phase}), began) + limit, _leader_asked_until(s))
 
 
 def _leader_asked_until(s: PlanContext) -> float:
@@ -134,7 +138,7 @@ def describe_container_wait(s: PlanContext) -> str:
 
 
 def _describe_unschedulable(s: PlanContext) -> str:
-    """Return the message of the scheduler about a pod without a node, or why pods cannot be made.
+    """Return the message of the scheduler about a pod without a node, or why pods cannot be made or started.
 
     The text begins with ": ". It is empty without such a message, or in a phase that is neither a forming one nor
     Restarting.
@@ -144,6 +148,7 @@ def _describe_unschedulable(s: PlanContext) -> str:
         text = kept[1]
     if blocked_by(s.job) is not None and s.status.conditions:
         text = s.status.conditions[0].message
+    text = text or describe_container_wait(s)
     return _add_text(text) if s.phase in FORMING_PHASES | {Phase.RESTARTING} else ""
 
 

@@ -48,6 +48,7 @@ class AgentConfig:
     port: int
     owns_shared_memory: bool  # nobody but this pod sees its /dev/shm
     owns_ipc: bool  # nor its System V IPC and message queues
+    owns_input: bool  # nor the contract's files in /opt/ml/input
     index: int
     epoch: int  # of this pod's creation; a leader leads at this epoch
     pod_uid: str
@@ -203,6 +204,7 @@ def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
         port=job.integer("port"),
         owns_shared_memory=job.boolean("ownsSharedMemory", default=True),
         owns_ipc=job.boolean("ownsIpc", default=True),
+        owns_input=job.boolean("ownsInput", default=True),
         index=index,
         epoch=_environ_integer(environ, "EVERSTEP_EPOCH", 1),
         pod_uid=environ.get("EVERSTEP_POD_UID", ""),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
 import threading
@@ -26,6 +25,7 @@ from everstep.agent.ranks.container_contract import (
     drop_unusable_variables,
     list_contract_folders,
 )
+from everstep.agent.ranks.contract_files import make_contract_folders, write_contract_files
 from everstep.agent.ranks.events import (
     DaemonExited,
     DaemonOutput,
@@ -40,7 +40,6 @@ from everstep.agent.ranks.placement import RankPlacement
 from everstep.agent.ranks.rank import Rank, RankCommand, RankContext
 from everstep.agent.ranks.stack_dumps import request_stacks
 from everstep.agent.system import gpu, oom, shared_memory
-from everstep.agent.system.faults import name_file_in_errors
 from everstep.agent.system.process_table import format_pids
 from everstep.agent.system.processes import ChildProcesses
 from everstep.agent.system.signal_targets import SignalTargets
@@ -70,10 +69,6 @@ __all__ = [
 SpawnOn = Callable[[int, str, "list[str]", "dict[str, str]"], "Coroutine[Any, Any, int]"]
 
 CLEAN_TIMEOUT_SECONDS = 30.0  # seconds from the first KILL until the node is called unclean
-# Why the contract's files may have no room: the user's own volume is read-only, or has something else in their place.
-_USERS_VOLUME = frozenset(
-    (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-)
 NOTE_SECONDS = 5.0  # seconds between two looks at what runs, where it may use GPUs
 OTHERS_TIMEOUT = 5.0  # seconds for processes on a GPU of which nobody can say whose they are
 _FLUSH_TIMEOUT_SECONDS = 2.0  # seconds for the last lines, when nobody may be reading them
@@ -353,20 +348,9 @@ class Supervisor:
             master_port=layout.master_port,
             ml=str(place.ml),
         )
-        for folder in list_contract_folders(facts):
-            try:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                if error.errno not in _USERS_VOLUME:
-                    raise
-        for path, data in build_contract_files(facts).items():
-            try:
-                with name_file_in_errors(Path(path)):
-                    Path(path).write_bytes(data)
-            except OSError as error:
-                if error.errno not in _USERS_VOLUME:
-                    raise  # a full disk leaves half a file, which is worse than none
-                self.log(f"everstep: {path} is not written ({error.strerror}): use SM_HPS and SM_RESOURCE_CONFIG")
+        make_contract_folders(list_contract_folders(facts))
+        own = None if config.owns_input else place.scratch / "config"
+        write_contract_files(build_contract_files(facts), own, self.log)
         return {**environment.make_network_variables(address), **build_sm_environment(facts), **self._config.variables}
 
     def _variables(self, layout: GenerationLayout, place: RankPlacement) -> dict[str, str]:
