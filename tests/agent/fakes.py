@@ -32,6 +32,7 @@ class FakeProcesses:
         self.layout: GenerationLayout | None = None
         self.generations: list[tuple[int, int]] = []
         self.stops: list[float] = []
+        self.given_to_writers: list[float] = []  # seconds
         self.unclean: str | None = None
 
     async def start(self, layout: GenerationLayout) -> None:
@@ -60,6 +61,9 @@ class FakeProcesses:
         await asyncio.sleep(0)
         self.layout = None
         return self.unclean
+
+    async def end_writers(self, seconds: float) -> None:
+        self.given_to_writers.append(seconds)
 
     async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None: ...
     def kill_daemon(self, daemon: str) -> None: ...

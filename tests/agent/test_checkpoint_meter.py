@@ -66,6 +66,41 @@ def test_lost_steps_are_counted_as_checkpoints_are_where_ranks_tell_that() -> No
     assert restored(meter)["lostSteps"] == 7
 
 
+@pytest.mark.parametrize(("progress", "at_the_save", "lost"), [(1000, 1000, 57), (20_000, 5, 57), (3, 5000, 0)])
+def test_steps_that_are_lost_of_a_script_that_saves_by_itself_are_those_since_its_save(
+    progress: int, at_the_save: int, lost: int
+) -> None:
+    """It saves after each epoch, say, and reports its batches: only at a save both numbers are of one moment."""
+    meter = CheckpointMeter()
+
+    def trains(generation: int, step: int, **words: Any) -> None:
+        told = RankCheckpoint(restored=0, takes_requests=0, **words)
+        meter.update(float(step), (1, generation), [RankProgress(0, step, checkpoint=told)])
+
+    told: dict[str, Any] = {"trained_step": at_the_save, "progress_step": progress}
+    trains(1, progress + lost // 2, **told)  # in one heartbeat
+    trains(1, progress + lost, checkpoint=at_the_save, **told)
+    meter.restart(progress + lost)
+    said = RankCheckpoint(restored=at_the_save, takes_requests=0)
+    meter.update(9.0, (1, 2), [RankProgress(0, progress, checkpoint=said)])
+    assert restored(meter)["lostSteps"] == lost
+    meter.restart(progress + 7)  # before it saved anything
+    meter.update(9.5, (1, 3), [RankProgress(0, progress, checkpoint=said)])
+    assert restored(meter)["lostSteps"] == 7
+
+
+def test_a_generation_that_fails_in_its_first_step_loses_no_more_than_that() -> None:
+    """It has reported a batch, and none of the steps by which its checkpoints count."""
+    meter = CheckpointMeter()
+    told = RankCheckpoint(restored=0, trained_step=5000, takes_requests=1)
+    meter.update(1.0, (1, 1), [RankProgress(0, 20_000, checkpoint=told)])
+    for generation in (2, 3):
+        meter.restart(20_000 if generation == 2 else 20_001)
+        said = RankCheckpoint(restored=5000, takes_requests=0)
+        meter.update(2.0, (1, generation), [RankProgress(0, 20_000, checkpoint=said)])
+    assert restored(meter)["lostSteps"] == 1
+
+
 def test_steps_are_lost_once_however_often_the_next_generation_fails() -> None:
     meter = CheckpointMeter()
     meter.restart(57)

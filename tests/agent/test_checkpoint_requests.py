@@ -115,6 +115,23 @@ def test_of_ranks_that_report_no_steps_the_next_checkpoint_is_the_one() -> None:
     assert saved_step(bench) == 11
 
 
+@pytest.mark.parametrize("trained", [None, 5000], ids=["a framework", "save() alone"])
+def test_what_ranks_that_save_by_themselves_had_saved_before_is_not_what_is_asked_for(trained: int | None) -> None:
+    """They report epochs, say, and their checkpoints count steps: the pods would leave for one that is long there."""
+    bench = running()
+
+    def train(epoch: int, saved: int) -> None:
+        told = RankCheckpoint(checkpoint=saved, restored=0, trained_step=trained, takes_requests=0)
+        bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, epoch, checkpoint=told)])
+
+    train(5, saved=5000)
+    request(bench)
+    train(6, saved=5000)
+    assert saved_step(bench) is None
+    train(6, saved=6000)
+    assert saved_step(bench) == 6000
+
+
 def test_ranks_that_count_otherwise_than_their_checkpoints_and_say_so_late_meet_the_request_too() -> None:
     """They report batches from the first one on, and their steps when the first one is done."""
     bench = train(running(), 80)

@@ -45,6 +45,22 @@ async def test_all_agents_leave_when_all_ranks_are_done(tmp_path: Path) -> None:
             assert (ended.result, ended.exit_code) == ("succeeded", 0)
 
 
+async def test_writers_of_checkpoints_have_the_grace_of_a_stop_where_ranks_have_succeeded(tmp_path: Path) -> None:
+    """Not where they have failed: what is in memory is stored by the next ones."""
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        agents[1].processes.exit(7)
+        await until(lambda: leader.generation == 2 and leader.phase == "running")
+        assert [agent.processes.given_to_writers for agent in agents] == [[], []]
+        for agent in agents:
+            agent.processes.exit()
+        for agent in agents:
+            ended = await agent.node.ended
+            await agent.node.finish(ended.result)
+            assert agent.processes.given_to_writers == [agent.config.stop_grace]
+
+
 async def test_an_agent_whose_leader_leaves_first_ends_as_the_job_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,8 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             return await supervisor.start(GenerationLayout(**values))
         if name == "stop":
             return await supervisor.stop(values["grace"])
+        if name == "end_writers":
+            return await supervisor.end_writers(values["seconds"])
         if name == "spawn":
             return await supervisor.spawn(values["daemon"], values["argv"], values["env"])
         if name == "daemon_exited":

@@ -119,6 +119,31 @@ async def test_shared_memory_is_cleared(tmp_path: Path) -> None:
 
 
 @needs_root
+async def test_a_writer_of_checkpoints_ends_in_its_own_time_where_its_ranks_have_succeeded(tmp_path: Path) -> None:
+    """Nothing else that they leave behind is waited for."""
+    stored = tmp_path / "stored"
+    writer = (
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n"
+        "    time.sleep(0.5); pathlib.Path(sys.argv[1]).touch(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "pathlib.Path('/proc/self/comm').write_text(sys.argv[2]); print('up', flush=True); time.sleep(600)\n"
+    )
+    train = (
+        "import subprocess, sys\n"
+        "for name in ('everstep-writer', 'tensorboard'):\n"
+        "    argv = [sys.executable, '-c', sys.argv[1], sys.argv[2], name]\n"
+        "    child = subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True)\n"
+        "    child.stdout.readline()\n"
+    )
+    async with Node(tmp_path, [sys.executable, "-c", train, writer, str(stored)]) as node:
+        await node.start()
+        await node.event("RankExited", exit_code=0)
+        await node.call("end_writers", seconds=30.0)
+        assert stored.exists()
+        assert await node.stop() is None
+
+
 async def test_slots_of_checkpoints_outlive_a_generation_but_for_those_of_stores_long_left(tmp_path: Path) -> None:
     """Each generation writes into a folder of its own, as with a script that names another store at each start."""
     slots = tmp_path / "node-0" / "slots"

@@ -114,6 +114,42 @@ def test_a_session_that_looks_for_requests_says_so_and_how_far_it_is(agent: int)
     assert heard(agent) == RankCheckpoint(checkpoint=2, checkpoints_failed=0, takes_requests=1)
 
 
+def test_who_saves_by_itself_says_how_far_it_is_at_each_save(agent: int) -> None:
+    events = Events(trains=False, every=600.0)
+    everstep.progress(5300)
+    events.tell_empty()
+    events.tell_saved_step(5)
+    events.begin_training()
+    told = RankCheckpoint(restored=0, save_every=0, trained_step=5, progress_step=5300, takes_requests=0)
+    assert heard(agent) == told, "no save is overdue because none comes every ten minutes"
+    events.tell_step(6)
+    events.tell_step(7)
+    assert heard(agent) == RankCheckpoint(save_every=600, trained_step=7, takes_requests=1)
+
+
+def test_a_session_that_saves_by_itself_beside_one_that_looks_for_requests_takes_none_from_it(agent: int) -> None:
+    """The best model, say, is saved at each evaluation in a store of its own."""
+    trainer, best = Events(), Events()
+    trainer.tell_step(900)
+    best.tell_saved_step(9)
+    best.emit(CheckpointEvent("saved", key(8)))
+    told = heard(agent)
+    assert told is not None
+    assert (told.trained_step, told.takes_requests) == (900, 1)
+
+
+def test_a_session_that_has_ended_looks_for_requests_no_more(agent: int) -> None:
+    """An evaluation that follows hears of a stop at once: nobody would make the save that it waits for."""
+    first, second = Events(), Events()
+    first.tell_step(900)
+    second.tell_step(900)
+    second.end_training()
+    second.end_training()
+    assert heard(agent) == RankCheckpoint(save_every=0, trained_step=900, takes_requests=1)
+    first.end_training()
+    assert heard(agent) == RankCheckpoint(takes_requests=0)
+
+
 def test_without_an_agent_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("EVERSTEP_PROGRESS", raising=False)
     Events().emit(CheckpointEvent("saved", key(50)))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.cli.errors import CliError
 from everstep.cli.local_checkpoints import LocalCheckpoints, find_default_base
 
 
@@ -50,6 +51,28 @@ def test_whoever_asks_begins_anew(tmp_path: Path) -> None:
     assert not anew.continues
     assert first.exists(), "what was trained stays"
     assert LocalCheckpoints(base, {}).folder == anew.folder
+
+
+def test_another_job_in_the_same_folder_does_not_go_on_from_checkpoints_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would train on with the weights of the other one, and succeed."""
+    first = leave_checkpoint(tmp_path)
+    LocalCheckpoints(tmp_path, {}).claim("digits")  # an earlier version has left nobody's name
+    LocalCheckpoints(tmp_path, {}).claim("digits")
+    with pytest.raises(CliError, match="of the job digits, which has not succeeded yet: give letters another folder"):
+        LocalCheckpoints(tmp_path, {}).claim("letters")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("EVERSTEP_CHECKPOINT", '{"store": "s3://bucket/letters"}')
+        LocalCheckpoints(tmp_path, {}).claim("letters")
+    anew = LocalCheckpoints(tmp_path, {}, anew=True)
+    anew.claim("letters")
+    (anew.folder / "manifests").mkdir(parents=True)
+    with pytest.raises(CliError, match="of the job letters"):
+        LocalCheckpoints(tmp_path, {}).claim("digits")
+    anew.note_success()
+    LocalCheckpoints(tmp_path, {}).claim("digits")
+    assert first.folder.exists(), "what was trained stays"
 
 
 def test_a_link_in_the_folder_for_all_that_is_not_ours_is_not_followed(tmp_path: Path) -> None:

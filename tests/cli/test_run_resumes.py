@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 pytest.importorskip("torch")
+from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.store.posix import PosixStore
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -118,6 +120,28 @@ def test_a_killed_rank_and_a_killed_command_cost_no_more_than_the_steps_since_th
     assert re.search(r"continues from the checkpoints of an earlier run in \S+; --new begins anew", out)
     assert int(re.findall(r"generation 1.1 continues from step (\d+)", out)[0]) >= 25
     assert weights == undisturbed
+
+
+ENDS = """
+import os, sys, torch, everstep
+
+checkpoints = everstep.checkpointer(every="1h")
+checkpoints.restore(weight=torch.zeros(4_000_000))
+checkpoints.save(7)
+if sys.argv[1] == "at once":
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["at once", "as usual"])
+def test_what_was_saved_last_is_stored_though_the_session_was_left_open(start: Start, tmp_path: Path, how: str) -> None:
+    (tmp_path / "train.py").write_text(ENDS)
+    job = yaml.safe_load((tmp_path / "job.yaml").read_text())
+    job["spec"].update(command=[sys.executable, "train.py", how], numNodes=1)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    finish(start("--base", "base"))
+    stored = PosixStore(tmp_path / "base" / "checkpoints" / "1")
+    assert [key.step for key in list_candidates(stored)] == [7]
 
 
 def test_what_memory_has_lost_comes_from_the_store(start: Start) -> None:

@@ -23,6 +23,7 @@ _MAX_LINE = 4096  # PIPE_BUF: a write up to here is never torn by another proces
 _path: str | None = None
 _fd: int | None = None
 _phase = "train"  # that the script is in
+_step: int | None = None  # that it has reported last
 _untold: dict[str, int | str] = {}  # of checkpoints: what a full pipe had no room for
 
 
@@ -32,9 +33,10 @@ def progress(step: int, total: int | None = None, phase: str = "train", **metric
     `phase` is one of PHASES; time in any other phase than "train" is no hang. `metrics` are numbers (anything that
     `float()` takes, so a one-element tensor too, which waits for its device); those that are none are left out.
     """
-    global _phase
+    global _phase, _step
     _phase = phase
     try:
+        step = _step = int(step)
         fd = _open()
         if fd is not None:
             _tell_words(fd)
@@ -53,14 +55,19 @@ def report_checkpoint(**words: int | str) -> None:
             long it held up training; `checkpoints_failed`: saves that failed since then; `restored`: the step that
             training goes on from, with `restored_from` (memory, peer or store), `restored_ms` and `restored_over`, the
             number of newer ones that are damaged; `save_every`: seconds between two saves; `trained_step`: the last
-            step that is trained; `takes_requests`: 1 where a request to save is met at the next one; `phase`: one of
-            PHASES, while training waits for a checkpoint.
+            step that is trained; `progress_step`: get_last_step() at that moment; `takes_requests`: 1 where a request
+            to save is met at the next one; `phase`: one of PHASES, while training waits for a checkpoint.
     """
     with contextlib.suppress(Exception):  # a report must never end a training run
         fd = _open()
         if fd is not None:
             _untold.update(words)
             _tell_words(fd)
+
+
+def get_last_step() -> int | None:
+    """Return the step that this process has reported last by progress(); None where it has reported none."""
+    return _step
 
 
 @contextlib.contextmanager
@@ -110,7 +117,7 @@ def _offer_stacks(fd: int) -> None:
 
 
 def _line(step: int, total: int | None, phase: str, metrics: dict[str, float]) -> bytes:
-    words = [f"step={int(step)}", f"phase={phase}"]
+    words = [f"step={step}", f"phase={phase}"]
     if total is not None:
         words.insert(1, f"total={int(total)}")
     size = sum(map(len, words)) + len(words)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.checkpoint.format.keys import Key
-from everstep.progress import report_checkpoint
+from everstep.progress import get_last_step, report_checkpoint
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -96,14 +97,14 @@ class JobReport:
 
         Args:
             trains: Whether it is known already that what is restored is trained on; else see begin_training().
-            every: Seconds between two saves; None where they do not go by time.
+            every: Seconds between two saves; None where they do not go by time. Saves that a script makes by itself
+                do not, whatever it says.
         """
         self._failed = 0  # saves, since the last one that was stored
         self._passed_over = 0  # checkpoints, in the restore that goes on
         self._trains = trains
         self._restored: dict[str, int | str] | None = None  # not told yet
         self._every = 0 if every is None else max(1, round(every))
-        self._takes_requests = 0  # until a session looks for them
 
     def tell(self, event: CheckpointEvent) -> None:
         """Tell the agent of an event, if there is an agent and its job's status shows such events."""
@@ -137,20 +138,36 @@ class JobReport:
         """Tell what was restored, now and from here on."""
         self._trains = True
         restored, self._restored = self._restored, None
-        self._report(**(restored or {}), save_every=self._every)
+        self._report(**(restored or {}), save_every=self._every if self in _stepping else 0)
 
     def tell_step(self, step: int) -> None:
         """Tell how far training is, by a session that looks for requests to save in each step."""
-        self._takes_requests = 1
-        self._report(trained_step=step)
+        begins = self not in _stepping
+        _stepping.add(self)
+        self._report(trained_step=step, **({"save_every": self._every} if begins else {}))
+
+    def tell_saved_step(self, step: int) -> None:
+        """Tell how far training is, by who saves by itself: no more often, where nobody tells it in each step."""
+        if not _stepping:
+            at = get_last_step()  # what progress counts may be batches, of which it tells more often
+            self._report(trained_step=step, **({} if at is None else {"progress_step": at}))
+
+    def end_training(self) -> None:
+        """Tell that this session looks for requests no more."""
+        if self in _stepping:
+            _stepping.discard(self)
+            self._report()
 
     def _report(self, **words: int | str) -> None:
-        report_checkpoint(**words, takes_requests=self._takes_requests)
+        report_checkpoint(**words, takes_requests=int(bool(_stepping)))
 
     def _tell_restored(self, words: dict[str, int | str]) -> None:
         self._restored = words
         if self._trains:
             self.begin_training()
+
+
+_stepping: weakref.WeakSet[JobReport] = weakref.WeakSet()  # of this process; a session that only saves is beside them
 
 
 class Events:
@@ -190,6 +207,16 @@ class Events:
         """Tell the leader of an everstep job how far training is, which is compared with the steps of checkpoints."""
         if self._report is not None:
             self._report.tell_step(step)
+
+    def tell_saved_step(self, step: int) -> None:
+        """Tell the leader of an everstep job at which step training saves by itself."""
+        if self._report is not None:
+            self._report.tell_saved_step(step)
+
+    def end_training(self) -> None:
+        """Tell the leader of an everstep job that nobody meets its requests to save any more."""
+        if self._report is not None:
+            self._report.end_training()
 
     def emit(self, event: CheckpointEvent) -> None:
         """Log the event and call its callbacks."""

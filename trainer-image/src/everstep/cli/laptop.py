@@ -64,6 +64,7 @@ class LocalRun:
             try:
                 agent.write_bytes(build_zipapp())
                 checkpoints = LocalCheckpoints(self._base, self._prepared.checkpoint, anew=self._anew)
+                checkpoints.claim(self._prepared.name)
                 for note in (*self._prepared.notes, *checkpoints.list_notes()):
                     screen.say(note)
                 job = self._prepared.local.with_variables(checkpoints.make_variables())
@@ -75,7 +76,7 @@ class LocalRun:
                 ) from error
             try:
                 self._follow(agents, screen)
-                if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
+                if not self._await_agents(agents) and self._interrupts < 2:
                     screen.say("an agent did not exit; killing it")
             finally:
                 if None in agents.exit_codes:
@@ -127,6 +128,16 @@ class LocalRun:
                 screen.say(f"the agent of node {gone[0]} ended unexpectedly")
                 return
             time.sleep(max(0.0, MIN_PAUSE - (time.monotonic() - asked)))
+
+    def _await_agents(self, agents: LocalAgents) -> bool:
+        """Wait, and return whether all agents ended in time: what was saved last may be on its way after a success."""
+        has_succeeded = (self._story.outcome or {}).get("result") == "succeeded"
+        grace = self._prepared.local.config["stopGraceSeconds"] if has_succeeded else 0.0
+        until = time.monotonic() + LEAVE_SECONDS + grace
+        while self._interrupts < 2 and time.monotonic() < until:
+            if agents.wait(POLL_SECONDS):
+                return True
+        return False
 
     def _verdict(self, agents: LocalAgents, screen: LiveScreen) -> int:
         # Without an outcome, whoever ended first knows why; the others were told to.

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from everstep.cli.errors import CliError
+
 CHECKPOINT_VARIABLE = "EVERSTEP_CHECKPOINT"
 # Each run on this machine is of epoch 1: the checkpoint library counts attempts by what is in the store.
 COUNTED_VARIABLE = "EVERSTEP_ATTEMPT"
@@ -77,6 +79,27 @@ class LocalCheckpoints:
     def continues(self) -> bool:
         """Tell whether an earlier run has left checkpoints."""
         return self.folder.is_dir() and any(self.folder.iterdir())
+
+    def claim(self, job: str) -> None:
+        """Note whose checkpoints these are.
+
+        Args:
+            job: The name of the job that runs now.
+
+        Raises:
+            CliError: They are of another job, whose last run did not succeed.
+        """
+        if CHECKPOINT_VARIABLE in os.environ:
+            return  # the ranks save elsewhere
+        owner = self.folder.with_suffix(".job")
+        known = owner.read_text() if self.continues and owner.exists() else job
+        if known != job:
+            raise CliError(
+                f"{self.folder} holds checkpoints of the job {known}, which has not succeeded yet: give {job} another "
+                f"folder with --base, or leave those of {known} behind with --new"
+            )
+        owner.parent.mkdir(parents=True, exist_ok=True)
+        owner.write_text(job)
 
     def list_notes(self) -> list[str]:
         """Return what differs from a cluster, for the user to know."""

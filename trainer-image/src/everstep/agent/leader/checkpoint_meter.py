@@ -24,6 +24,8 @@ class CheckpointMeter:
         self._said = RankCheckpoint()
         self._rate = StepRate()
         self._before: int | None = None  # the last step before this generation; None: another leader heard it
+        self._counts: tuple[int, int] | None = None  # one moment as checkpoints and as progress count it
+        self._trained: int | None = None  # the last step of this generation, where ranks tell that
 
     @property
     def ranks_save(self) -> bool:
@@ -31,17 +33,25 @@ class CheckpointMeter:
         return self._said != RankCheckpoint() and self._said.takes_requests != 0
 
     @property
-    def trained_step(self) -> int | None:
-        """Return the last step of this generation, counted as its checkpoints are; None where nobody tells that."""
-        return self._said.trained_step
+    def counted_step(self) -> int | None:
+        """Return the last step of this generation by the numbers of its checkpoints; None where it is not told in each
+        step, as by ranks that save by themselves."""
+        return None if self._said.takes_requests == 0 else self._said.trained_step
 
     def find_trained_step(self, last_step: int | None) -> int | None:
         """Return the last step of this generation, counted as its checkpoints are if ranks tell that.
 
+        Who saves by itself tells it at each save. The steps since then are those of its progress, whatever that counts:
+        what a restart loses is counted from a save on.
+
         Args:
             last_step: The last step that its ranks have reported as their progress, which may count something else.
         """
-        return last_step if self.trained_step is None else self.trained_step
+        told = self._said.trained_step
+        if self.counted_step is not None or last_step is None or self._counts is None:
+            return last_step if told is None else told
+        trained, progress = self._counts
+        return max(told or 0, trained + last_step - progress)
 
     def restart(self, last_step: int | None) -> None:
         """Begin a new generation.
@@ -54,7 +64,7 @@ class CheckpointMeter:
             self._before = last_step
         elif self._said.restored is not None:  # what was lost before it is told already
             self._before = self._said.restored
-        self._teller, self._said = -1, RankCheckpoint()
+        self._teller, self._said, self._trained = -1, RankCheckpoint(), None
         self._rate.restart()
 
     def update(self, wall: float, generation: tuple[int, int], ranks: Iterable[RankProgress]) -> bool:
@@ -77,13 +87,25 @@ class CheckpointMeter:
             news |= (said.restored, said.checkpoints_failed or 0) != (before.restored, before.checkpoints_failed or 0)
             if said.checkpoint is not None and said.checkpoint not in (before.checkpoint, self.step):
                 self.step, self._bytes, self._at = said.checkpoint, said.checkpoint_bytes, wall
-            if said.trained_step is not None and said.trained_step != before.trained_step:
-                self._rate.note(wall, said.trained_step)
+            if said.trained_step is not None:
+                if said.trained_step != before.trained_step:
+                    self._note_counts(said, rank.step)
+                trained = self.find_trained_step(rank.step)
+                if trained is not None and trained != self._trained:
+                    self._rate.note(wall, trained)
+                self._trained = trained
             if said.checkpoints_failed is not None:
                 self._failed = said.checkpoints_failed
             if said.restored is not None and said.restored != before.restored:
                 self._restored = self._describe_restore(generation, said)
         return news
+
+    def _note_counts(self, said: RankCheckpoint, progress: int | None) -> None:
+        # Words of a whole heartbeat come together; who tells it in each step says nothing more.
+        if said.takes_requests == 0 and said.progress_step is not None:
+            progress = said.progress_step
+        if said.trained_step is not None and progress is not None:
+            self._counts = said.trained_step, progress
 
     def to_json(self) -> dict[str, Any] | None:
         """Return what `/v1/state` says; None where no rank has said anything."""
@@ -96,7 +118,7 @@ class CheckpointMeter:
             "at": self._at or None,
             "failedSaves": self._failed,
             "every": self._said.save_every,
-            "trainedStep": self.trained_step,
+            "trainedStep": self._trained,
             "stepsPerSecond": self._rate.steps_per_second,
             "restored": self._restored,
         }

@@ -349,7 +349,7 @@ class LeaderState:
 
     def _ask_for_checkpoint(self, now: float) -> None:
         """Hand requests on to ranks that run, and note the checkpoints that were saved for them."""
-        saved, counted, trained = self.checkpoints.step, self.checkpoints.trained_step, self.meter.generation_step
+        saved, counted, trained = self.checkpoints.step, self.checkpoints.counted_step, self.meter.generation_step
         for each in self.departure.requests:
             asked = each.find_untold(now, self.generation, trained, saved, counted)
             if asked is not None:

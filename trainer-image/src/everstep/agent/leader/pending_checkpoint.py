@@ -51,8 +51,9 @@ class PendingCheckpoint:
         if left is not None and left <= 0:
             return None
         self._told, self._newest_step = generation, None
-        known = trained if counted is None else counted
-        self._from_step = known if known is not None else (saved + 1 if saved is not None else 0)
+        # What is saved already is none of what is asked for, whatever the progress of ranks counts.
+        least = max(trained or 0, 0 if saved is None else saved + 1)
+        self._from_step = least if counted is None else counted
         self._is_counted = counted is not None
         return CheckpointRequest(request.id, left)
 

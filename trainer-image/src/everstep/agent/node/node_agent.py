@@ -118,8 +118,7 @@ class NodeAgent:
     # ---- the leader's link
 
     async def accept(self, request: HttpRequest) -> HttpResponse:
-        """Answer POST /v1/link, by which a leader dials. One of a lower epoch is told so, and must not lead any
-        more."""
+        """Answer POST /v1/link, by which a leader dials. One of a lower epoch is told so, and leads no more."""
         body = request.json()
         epoch, index, uid = body.get("epoch"), body.get("index"), body.get("uid")
         if not isinstance(epoch, int) or isinstance(epoch, bool):
@@ -294,8 +293,7 @@ class NodeAgent:
     # ---- leaving
 
     async def leave(self, grace: float) -> None:
-        """Stop because the pod was told to: the leader hears of it at once, and says when the ranks have saved; then
-        they get TERM and what is left of their grace."""
+        """Stop because the pod was told to. The leader hears of it, and says when ranks have saved and get TERM."""
         self._leave_at = min(self._clock() + grace, self._leave_at)
         if not self.leaving:
             self.leaving = True
@@ -335,6 +333,8 @@ class NodeAgent:
         if self._report_handle is not None:
             self._report()
         if not self._clean:
+            if result == "succeeded":
+                await self.processes.end_writers(self.config.stop_grace)
             # A failed generation has had its grace; after a success nobody has a reason to hesitate.
             self.stop(self.config.restart_grace if result != FAILED else 0.0)
             while self._stopping is not None and not self._stopping.done():

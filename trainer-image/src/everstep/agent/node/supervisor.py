@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -68,6 +68,7 @@ __all__ = [
 # (node index, daemon id, argv, additional environment) -> exit code. Cancelling it must kill the daemon.
 SpawnOn = Callable[[int, str, "list[str]", "dict[str, str]"], "Coroutine[Any, Any, int]"]
 
+WRITER_NAME = "everstep-writer"  # of a process, as the checkpoint library names it
 CLEAN_TIMEOUT_SECONDS = 30.0  # seconds from the first KILL until the node is called unclean
 NOTE_SECONDS = 5.0  # seconds between two looks at what runs, where it may use GPUs
 OTHERS_TIMEOUT = 5.0  # seconds for processes on a GPU of which nobody can say whose they are
@@ -202,6 +203,11 @@ class Supervisor:
                 left = await self._wait_for_gpus(deadline)
             return left
 
+    async def end_writers(self, seconds: float) -> None:
+        """Have the processes that store checkpoints end, all of whose ranks have: a rank may have left its session
+        open, and what it saved last be on its way."""
+        await self._processes.end_named(WRITER_NAME, time.monotonic() + seconds)
+
     async def signal(self, signum: int) -> set[int]:
         """Forward a signal to all ranks; the PIDs of those that heard it, see ChildProcesses.forward."""
         return set((await self._forward(signum)).heard)
@@ -251,21 +257,13 @@ class Supervisor:
         if self._heard is None:
             self._heard = await self._forward(signal.SIGTERM)
         deadline = time.monotonic() + grace
-        await self._await_exits(self._heard.heard, deadline)
+        await self._processes.wait_until_ended(self._heard.heard, deadline)
         # What they printed last is with these by now. What the ranks leave behind may keep their pipes open for ever.
-        await self._await_exits(self._heard.filters, min(deadline, time.monotonic() + _FLUSH_TIMEOUT_SECONDS))
+        until = min(deadline, time.monotonic() + _FLUSH_TIMEOUT_SECONDS)
+        await self._processes.wait_until_ended(self._heard.filters, until)
 
     async def _forward(self, signum: int) -> SignalTargets:
         return await self._processes.forward([rank.process for rank in self._ranks if rank.process], signum)
-
-    async def _await_exits(self, pids: Collection[int], deadline: float) -> None:
-        """Wait until none of these processes is left, or `deadline` (monotonic)."""
-        pause = 0.005
-        left = self._processes.living(pids)
-        while left and time.monotonic() < deadline:
-            await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            pause = min(pause * 1.5, 0.1)
-            left = self._processes.living(left)
 
     async def _clear_memory(self, deadline: float) -> str | None:
         """In a thread: a million files, or a terabyte in one of them, are gone after more than a few heartbeats."""

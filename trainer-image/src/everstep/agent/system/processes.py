@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Callable
 
 from .process_table import describe_process, is_in_our_container, list_children, read_parents, read_stat
@@ -214,6 +214,23 @@ class ChildProcesses:
         """Return those of `pids` that have not ended. Orphans are ours to reap, so what is left as a zombie is not
         ours."""
         return {pid for pid in pids if (read_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
+
+    async def wait_until_ended(self, pids: Collection[int], deadline: float) -> None:
+        """Wait until none of these processes is left, or `deadline` (monotonic)."""
+        pause = 0.005
+        left = self.living(pids)
+        while left and time.monotonic() < deadline:
+            await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(pause * 1.5, 0.1)
+            left = self.living(left)
+
+    async def end_named(self, name: str, deadline: float) -> None:
+        """Send TERM to the processes of this name, and wait for their end until `deadline` (monotonic)."""
+        others = await in_thread_if_possible(self._others, "look-at-processes")
+        found = [pid for pid in others if (read_stat(pid) or ("",))[0] == name]
+        for pid in found:
+            _kill_process(pid, signal.SIGTERM)
+        await self.wait_until_ended(found, deadline)
 
     def forget_seen(self) -> None:
         """Start to remember anew: PIDs are used again."""

@@ -26,6 +26,7 @@ class RankCheckpoint:
         restored_over: The number of newer checkpoints that were passed over because they were damaged.
         trained_step: The last step of training by the numbers of its checkpoints: what it reports as `step` may count
             batches or epochs.
+        progress_step: The last step that it had reported as its progress when it told `trained_step`.
         save_every: The seconds between two of its saves; 0 where these do not go by time.
         takes_requests: Whether it saves when it is asked to (1 or 0); None: it does if it says anything.
     """
@@ -39,6 +40,7 @@ class RankCheckpoint:
     restored_from: str | None = None
     restored_over: int | None = None
     trained_step: int | None = None
+    progress_step: int | None = None
     save_every: int | None = None
     takes_requests: int | None = None
 

@@ -142,6 +142,7 @@ class Published:
             StoreTaken, Superseded, AttemptTaken: At the first folder: this run is not to save in the store.
         """
         self._claim()
+        self._events.tell_saved_step(step)
         if step < self._training.submitted:
             self._training = _Training()
         self._training.submitted = step

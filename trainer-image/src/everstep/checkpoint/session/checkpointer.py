@@ -262,8 +262,7 @@ class Checkpointer:
 
     @one_at_a_time
     def save(self, step: int, deadline: float | None = None, *, metadata: Mapping[str, Any] | None = None) -> Forecast:
-        """Saves now, unless this step is saved already; all ranks call it at the same step. Waits until an earlier save
-        is in the store.
+        """Saves now, unless this step is saved already, once an earlier save is in the store; all ranks call it alike.
 
         metadata: a small JSON object that is kept with the checkpoint, beside what the attribute `metadata` says; rank
         0's counts. CheckpointError for another type, and above 64 KiB.
@@ -273,6 +272,7 @@ class Checkpointer:
         """
         step, deadline = check_step(step), check_deadline(deadline)
         pack_metadata(metadata or {})
+        self._events.tell_saved_step(step)
         coordinator = self._claimed()
         self._noted = dict(metadata or {})
         if metadata and coordinator.newest_step == step and self._topology.rank == 0:
@@ -335,6 +335,7 @@ class Checkpointer:
                 wish, self._wish = self._wish, None
                 tell_unmet_request(self._events, wish.until, wait)
         finally:
+            self._events.end_training()
             if self._coordinator is not None:
                 self._coordinator.saver.close()
             if self._node is not None:

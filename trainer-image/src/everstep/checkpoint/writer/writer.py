@@ -282,9 +282,8 @@ class Writer:
                 return self._find_slot(key, writer)
             except NoSlot:
                 local, waited = self._ranks[writer].local, time.monotonic() - began
-                if not will_be_free(
-                    self._slots, self._storing.saves.values(), self._filling, local=local, waited_seconds=waited
-                ):
+                saves = self._storing.saves.values()
+                if not will_be_free(self._slots, saves, self._filling, local=local, waited_seconds=waited):
                     raise
             await asyncio.sleep(0.005)
 
@@ -442,6 +441,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # these are meant for the ranks
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # training first
+        Path("/proc/self/comm").write_text("everstep-writer")  # by which an agent knows it
     locked = lock_directory(arguments.directory, arguments.patience)
     Slots(arguments.directory).clear_removed()
     asyncio.run(_serve_node(arguments.directory, arguments.linger, lambda: locked.is_valid))
