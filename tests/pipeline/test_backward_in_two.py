@@ -38,6 +38,13 @@ def without_the_inputs(x: Any, a: Any, b: Any) -> Any:
     return (a @ b).exp().sum()
 
 
+def parts_of_one_result_one_after_another(x: Any, a: Any, b: Any) -> Any:
+    state = x[0]
+    for each in ((a @ b).tanh() @ a).unbind(0):  # as a recurrence reads words that its own stage has embedded
+        state = (state * each).tanh()
+    return state
+
+
 class Counted(torch.autograd.Function):  # type: ignore[misc, name-defined]
     """A product whose backward is counted: in a custom function it may do more than give gradients."""
 
@@ -80,6 +87,7 @@ def a_function_under_two_results(x: Any, a: Any, b: Any) -> Any:
         made_of_others,
         beside_the_inputs,
         without_the_inputs,
+        parts_of_one_result_one_after_another,
         a_function_with_a_parameter,
         a_function_twice_with_one_parameter,
         a_function_of_what_a_function_makes_of_parameters,

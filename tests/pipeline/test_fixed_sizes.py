@@ -194,6 +194,69 @@ def test_any_length_is_taken_where_the_same_is_computed(name: str, length: int) 
         torch.testing.assert_close(run_stages(stages, {"x": made(other)}), model(made(other)))
 
 
+class Choosing(nn.Module):  # type: ignore[misc]
+    """Depends on data, so that it is run on random numbers to be traced; gives as many features as the example has
+    words, at the end or before the words."""
+
+    def __init__(self, *, is_transposed: bool) -> None:
+        super().__init__()
+        self.inner, self.is_transposed = nn.Linear(4, 5), is_transposed
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(self.inner(x), lengths, batch_first=True, enforce_sorted=False)
+        found = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+        return found.mT if self.is_transposed else found
+
+
+class AfterChoosing(nn.Module):  # type: ignore[misc]
+    """Its code computes with the length of what such a module gives, and with its features."""
+
+    def __init__(self, *, is_transposed: bool) -> None:
+        super().__init__()
+        self.one, self.middle, self.two = nn.Linear(4, 4), Choosing(is_transposed=is_transposed), nn.Linear(5, 5)
+        self.words = 2 if is_transposed else 1
+        self.double()
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        x = self.middle(self.one(x), lengths)
+        x = x / x.shape[3 - self.words] + torch.arange(x.shape[self.words]).sum()
+        return self.two(x.sum(self.words) / x.shape[self.words])
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_length_is_not_taken_for_the_features_that_it_equals_in_the_example(is_transposed: bool) -> None:
+    model = AfterChoosing(is_transposed=is_transposed)
+    found = trace_model(model, {"x": made(5), "lengths": torch.tensor([5, 3, 5])})
+    assert "without data" in found.leaves["middle"]
+    for number in ({"middle": 1}, {"two": 1}):
+        stages = split_model(found, number)
+        for length in (5, 3, 8):
+            given = {"x": made(length), "lengths": torch.tensor([2, length, 1])}
+            torch.testing.assert_close(run_stages(stages, given), model(**given))
+
+
+class Towers(nn.Module):  # type: ignore[misc]
+    """Two arguments, of each of which another stage makes a mean, and a choice by both lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x: Any, y: Any) -> Any:
+        one, two = self.one(x).mean(1), self.two(y).mean(1)
+        return one + two if x.shape[1] > y.shape[1] else one - two
+
+
+def test_a_choice_by_sizes_of_which_each_stage_sees_one_is_not_taken_for_the_examples() -> None:
+    model = Towers()
+    stages = split_model(trace_model(model, {"x": made(7), "y": made(5)}), {"one": 0, "two": 1})
+    longer, shorter = {"x": made(6), "y": made(3)}, {"x": made(3), "y": made(6)}
+    torch.testing.assert_close(run_stages(stages, longer), model(**longer))
+    with pytest.raises(PipelineError, match="another path through the model's code"):
+        run_stages(stages, shorter)
+
+
 def _other_length(rank: int) -> str:
     torch.manual_seed(0)
     how: dict[str, Any] = {"stage_of": {"two": 1}, "heartbeat": None, "costs": "counted"}

@@ -53,6 +53,7 @@ def _otherwise(rank: int) -> list[str]:
         ({"of": model(5)}, {"of": model(6)}),
         ({"of": model()}, {"of": model().eval()}),
         ({"heartbeat": None}, {}),
+        ({"targets": X}, {}),
         ({"of": empty, "weights": model().state_dict()}, {"of": empty, "weights": {}}),
     ]
     for case in cases:
@@ -65,13 +66,14 @@ def _otherwise(rank: int) -> list[str]:
 def test_processes_that_call_it_in_different_ways_are_all_told_how_they_differ() -> None:
     here, there = ranks.run(2, _otherwise)
     assert here == there
-    clip, seed, stages, shapes, modes, heartbeat, weights = here
+    clip, seed, stages, shapes, modes, heartbeat, targets, weights = here
     assert clip == ("the ranks do not agree on clip: 1.0 on rank 0, None on rank 1; all must call pipeline() alike")
     assert "seed: 1 on rank 0, 2 on rank 1" in seed
     assert "stages: 2 on rank 0, 1 on rank 1" in stages
     assert "the model's parameters" in shapes
     assert "the modes of its modules" in modes
     assert "heartbeat is None on some" in heartbeat
+    assert "targets: 'given' on rank 0, None on rank 1" in targets
     assert weights.startswith("rank 1: ")
 
 

@@ -9,12 +9,16 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+from torch import nn
 
+from everstep.pipeline import pipeline
 from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Transport
+from tests.checkpoint import ranks
 from tests.pipeline.by_hand import cut, recipe
+from tests.pipeline.grouping import group_options
 from tests.pipeline.inprocess import Fabric
 from tests.pipeline.models import CASES
 from tests.pipeline.training import Setting, alone, apart, piped, schedule_of
@@ -67,3 +71,30 @@ def test_copies_of_a_shared_parameter_on_one_rank_are_refused() -> None:
 
     with pytest.raises(PipelineError, match=r"that share 'wte.weight' must have it as one tensor"):
         Fabric(1).run(work)
+
+
+class Projected(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Two layers behind one random projection, which is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("projection", torch.randn(4, 4))
+
+    def forward(self, x: Any) -> Any:
+        return self.two(self.one(x @ self.projection).tanh() @ self.projection)
+
+
+def _project(rank: int) -> Any:
+    torch.manual_seed(rank)
+    x = torch.linspace(-1.0, 1.0, 16).view(4, 4)
+    placed = {"one": 0, ":matmul.1": 1, "two": 1}
+    how = group_options(stage_of=placed, costs="counted", heartbeat=None, microbatches=2)
+    with pipeline(Projected(), x, lambda output, target: (output - target).square().mean(), targets=x, **how) as run:
+        return dict(run.named_buffers())["projection"].tolist()
+
+
+def test_a_buffer_that_several_stages_use_is_one_where_each_process_has_drawn_others() -> None:
+    torch.manual_seed(0)
+    first = Projected().projection.tolist()
+    assert ranks.run(2, _project) == [first, first]

@@ -179,6 +179,23 @@ def test_lengths_that_are_never_zero_may_be_given_to_a_module_that_depends_on_th
     assert torch.equal(run_stages(stages, inputs), model(**inputs))
 
 
+def test_what_a_module_that_depends_on_data_has_passed_on_as_it_was_may_be_used_by_others() -> None:
+    def choose(x: Any) -> Any:
+        x = x.contiguous().to(x.dtype)  # gives the tensor itself
+        return x if x.sum() > 0 else -x
+
+    class Residual(Net):
+        def forward(self, x: Any) -> Any:
+            x = self.one(x)
+            return self.two(x + self.between(self.between(x)) - x.tanh())
+
+    model = Residual(Block(choose))
+    found = trace_model(model, X)
+    assert "without data" in found.leaves["between"]
+    for last in ("two", ":add"):
+        assert torch.equal(run_stages(split_model(found, {last: 1}), X), model(**X))
+
+
 def test_a_number_from_data_does_not_leave_a_module() -> None:
     class Scaled(Net):
         def forward(self, x: Any) -> Any:

@@ -47,6 +47,8 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     recut = Recut(model)
     terms.control.run_on_all_ranks(lambda: _fill_stages(terms, own, found))
     recut.carry_weights(own, terms.control)
+    if terms.request.engine.broadcast:
+        _share_buffers(terms, cut, transport.rank)
     if isinstance(found, Traced):
         given = found.record.given
         changed = {given[each] for part in iterate_parts(found.record.root) for each in part.mutates if each in given}
@@ -74,6 +76,23 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     run.follow_model(model, found.opened)
     run.watch_targets(cut.loss)
     return run
+
+
+def _share_buffers(terms: PipelineTerms, cut: CutModel, rank: int) -> None:
+    """Give each buffer that several processes have the value of its first stage: scripts that seed each process for
+    itself make others, as of random projections. Collective."""
+    control, grid = terms.control, terms.position.grid
+    holders: dict[str, dict[int, Any]] = {}
+    for stage in cut.stages:
+        for name, buffer in stage.module.named_buffers(remove_duplicate=False):
+            holders.setdefault(name, {}).setdefault(cut.plan.placement[stage.index], buffer)
+    for _, held in sorted(holders.items()):
+        if len(held) > 1:
+            buffer, own = next(iter(held.values())), held.get(rank)
+            here = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu") if own is None else own
+            data = control.broadcast_tensor(here, grid.processes[0][next(iter(held))])
+            if own is not None:
+                own.copy_(data)
 
 
 def mark_weights_of_others(model: nn.Module, cut: CutModel, run: Pipeline) -> None:

@@ -57,6 +57,7 @@ class PipelineRequest:
             **self.plan.describe(),
             **self.engine.describe(),
             "loss": self.loss,
+            "targets": None if self.targets is None else "given",
         }
 
 

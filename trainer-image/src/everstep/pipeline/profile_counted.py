@@ -6,6 +6,7 @@ is only named by them: the sums are good for comparing nodes, not for predicting
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from everstep.pipeline.engine.stage import INPUT, RunnableStage
 from everstep.pipeline.frontend.compiled import disable_compilation
-from everstep.pipeline.frontend.opaque import WHOLE_NUMBERS
+from everstep.pipeline.frontend.opaque import list_whole_numbers
 from everstep.pipeline.graph import Graph, Profile
 from everstep.pipeline.profile import lend_weights, look_at, profile_of
 from everstep.pipeline.profile_runs import Cost, run_microbatches
@@ -116,11 +117,15 @@ def _count_on_random_numbers(
         data = {each: pytree.tree_map(make, values[each]) for each in module.inputs}
         return counter.cost_of(name, module, data, kept)
 
-    index, length = WHOLE_NUMBERS
+    leaves = pytree.tree_leaves([values[each] for each in module.inputs])
+    index, *lengths = list_whole_numbers(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
     try:
         return count(index)
     except Exception:
-        return count(length)
+        for length in lengths[:-1]:
+            with contextlib.suppress(Exception):
+                return count(length)
+        return count(lengths[-1])
 
 
 def _make_random_leaf(leaf: Any, whole: int) -> Any:

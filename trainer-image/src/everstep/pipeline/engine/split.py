@@ -12,6 +12,7 @@ and may do more than that.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,16 +137,20 @@ def _survey_graph(
     for edge in roots:
         if edge[0] not in trunk:
             starts.setdefault(edge, [])  # it begins at no node, but may have some in common with the branches
+    # Autograd goes to a node by all ways, whichever of its results it is asked for.
+    starts_of: dict[Any, list[Any]] = defaultdict(list)
+    for (child, _), nodes in starts.items():
+        starts_of[child] += nodes
     first = set(trunk)
     # The graph of compiled code cannot be kept for another part.
     compiled = any(type(node).__name__ == "CompiledFunctionBackward" for node in order)
     home: dict[Any, dict[Any, list[Any]]] = {}
     early: dict[Any, Any] = {}
     for edges, under in _group_branches(starts, order):
+        tops = {child for child, _ in edges}
         nested = any(edge[0] in under for edge in edges if starts[edge])
         is_python = any(isinstance(node, BackwardCFunction) for edge in edges for node in starts[edge])
-        if compiled or nested or is_python or any(_one_above_another(starts[edge], order, trunk) for edge in edges):
-            tops = {child for child, _ in edges}
+        if compiled or nested or is_python or any(_one_above_another(starts_of[top], order, trunk) for top in tops):
             early.update((node, GradientEdge(node, 0)) for node in (*under, *tops) if not order[node])
             first |= tops
         else:

@@ -1,10 +1,11 @@
-"""Infer the outputs of an opaque module by running a copy of it on random numbers, with two batches of different
-sizes."""
+"""Infer the outputs of an opaque module by running a copy of it on random numbers, with batches of different sizes."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
+from everstep.pipeline.frontend.sizes import Sizes, evaluate_size, symbols_of
 
 _SAMPLES = (2, 3)
-WHOLE_NUMBERS = (0, 1)  # the first is an index into anything; a length, as of a packed sequence, is never 0
 
 
 class Failed(Exception):
@@ -32,21 +32,29 @@ def infer_outputs(
     """
     leaves, spec = pytree.tree_flatten(inputs)
     shapes = [sizes.shape(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    runs = []
+    hints, runs = [sizes.hints(samples) for samples in _SAMPLES], []
     with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng():
         own = _with_data(module)
         before_all = {name: (each, each._version, each.detach().clone()) for name, each in _named_weights(own)}
-        for samples in _SAMPLES:
-            given, before, result = _run_on_random_numbers(own, leaves, spec, shapes, sizes.hints(samples))
+        for each in hints:
+            given, before, result = _run_on_random_numbers(own, leaves, spec, shapes, each)
             after = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
             changed = [index for index, version in enumerate(before) if version != after[index]]
             runs.append((pytree.tree_flatten(result), changed))
         held = dict(_named_weights(own))
         written = [name for name, known in before_all.items() if _was_written(held.get(name), *known)]
-    ((one, one_spec), changed), ((other, other_spec), _) = runs
-    if one_spec != other_spec:
-        raise Failed("the structure of its result depends on the data")
-    result = [_generalise_shape(a, b, leaves, shapes, sizes, fake, device) for a, b in zip(one, other, strict=True)]
+        ((one, one_spec), changed), ((other, other_spec), _) = runs
+        if one_spec != other_spec:
+            raise Failed("the structure of its result depends on the data")
+        rule = _SizeRule(sizes)
+        for varied in _vary_sizes(shapes, hints[0], sizes):
+            with contextlib.suppress(Failed):
+                third, third_spec = pytree.tree_flatten(_run_on_random_numbers(own, leaves, spec, shapes, varied)[2])
+                if third_spec == one_spec and list(map(_count_dims, third)) == list(map(_count_dims, one)):
+                    rule.varied = list(map(_get_shape, third))
+                    break
+        rule.learn(leaves, shapes, hints[0], None if rule.varied is None else varied)
+    result = [_generalise(place, a, b, rule, fake, device) for place, (a, b) in enumerate(zip(one, other, strict=True))]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written
 
@@ -56,7 +64,7 @@ def _run_on_random_numbers(
 ) -> tuple[list[Any], list[int], Any]:
     """Return what the module was given, the versions of that before it ran, and its result."""
     failed: Exception | None = None
-    for whole in WHOLE_NUMBERS:
+    for whole in list_whole_numbers([evaluate_size(size, hints) for size in shape or ()] for shape in shapes):
         given = [_make_random_leaf(leaf, shape, hints, whole) for leaf, shape in zip(leaves, shapes, strict=True)]
         before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
         args, kwargs = pytree.tree_unflatten(given, spec)
@@ -65,6 +73,18 @@ def _run_on_random_numbers(
         except Exception as error:
             failed = failed or error
     raise Failed(f"it fails on random numbers ({type(failed).__name__}: {failed})") from failed
+
+
+def list_whole_numbers(shapes: Iterable[Sequence[int]]) -> list[int]:
+    """Return what whole numbers may be where nobody knows them, in the order in which a module is tried with them.
+
+    The first is an index into anything. A length, as of a packed sequence, is never 0, and then all of what it is a
+    length of, as of the longest text of a batch.
+
+    Args:
+        shapes: Those of the tensors that a module is given.
+    """
+    return list(dict.fromkeys([0, *sorted((int(size) for shape in shapes for size in shape[1:]), reverse=True), 1]))
 
 
 def _named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,39 +130,80 @@ def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int], whole: int) 
     return torch.full(concrete, whole, dtype=leaf.dtype, device=leaf.device)
 
 
-def _generalise_shape(
-    one: Any, other: Any, given: list[Any], shapes: list[Any], sizes: Sizes, fake: Any, device: Any
-) -> Any:
+def _vary_sizes(shapes: Iterable[Any], hints: Mapping[Any, int], sizes: Sizes) -> Iterator[dict[Any, int]]:
+    """Other values of the symbols, no two of which become the same number: about half of what they are, which no table
+    is too short for, or more."""
+    symbols = sorted(symbols_of(size for shape in shapes for size in shape or ()) - {sizes.batch}, key=str)
+    for is_half in (True, False) if symbols else ():
+        taken, varied = set(hints.values()), dict(hints)
+        for symbol in symbols:
+            size, step = (hints[symbol] // 2, -1) if is_half and hints[symbol] > 1 else (hints[symbol] * 2, 1)
+            while size in taken and size > 1:
+                size += step
+            varied[symbol] = size
+            taken.add(size)
+        yield {symbol: evaluate_size(sizes.simplify(symbol), varied) for symbol in hints}
+
+
+@dataclass
+class _SizeRule:
+    """A rule for the sizes of the result: each is a number, or a size that was given and may change. A run in which all
+    of these were others tells them apart.
+
+    Attributes:
+        sizes: The symbols of the trace.
+        varied: The shapes of the result in that run; None if there was none.
+    """
+
+    sizes: Sizes
+    varied: list[tuple[int, ...]] | None = None
+    _symbols: dict[tuple[int, int | None], Any] = field(default_factory=dict)
+
+    def learn(
+        self, leaves: Iterable[Any], shapes: Iterable[Any], hints: Mapping[Any, int], varied: Mapping[Any, int] | None
+    ) -> None:
+        """Learn the sizes of what was given that may change, by what they were in the first run and in the other."""
+        for leaf, shape in zip(leaves, shapes, strict=True):
+            for size, symbolic in zip(leaf.shape, shape, strict=True) if shape is not None else ():
+                if isinstance(size, torch.SymInt) and not isinstance(symbolic, int):
+                    other = None if varied is None else int(evaluate_size(symbolic, varied))
+                    self._symbols.setdefault((int(evaluate_size(symbolic, hints)), other), size)
+
+    def find(self, place: int, dim: int, small: int, large: int) -> Any:
+        """Return the size of a dimension of a tensor of the result, of which there are two for two numbers of
+        samples."""
+        per_sample = large - small
+        rest = small - _SAMPLES[0] * per_sample
+        other = None if self.varied is None else self.varied[place][dim]
+        if not per_sample:
+            return self._name(small, other)
+        if other is not None and (other - rest) % _SAMPLES[0] == 0:
+            per_sample = self._name(per_sample, (other - rest) // _SAMPLES[0])
+        return self.sizes.batch_size * per_sample + rest
+
+    def _name(self, size: int, other: int | None) -> Any:
+        return size if size == other else self._symbols.get((size, other), size)
+
+
+def _generalise(place: int, one: Any, other: Any, rule: _SizeRule, fake: Any, device: Any) -> Any:
     """A tensor of the shape that gives these two for the two numbers of samples."""
     if not isinstance(one, torch.Tensor):
         if isinstance(one, int | float | bool | str | type(None)) and one == other:
             return one
         raise Failed("it gives numbers that depend on the data")
-    symbols = _sizes_of(given, shapes)
-    shape = []
-    for small, large in zip(one.shape, other.shape, strict=True):
-        per_sample = large - small
-        if per_sample:
-            shape.append(sizes.batch_size * per_sample + (small - _SAMPLES[0] * per_sample))
-        else:
-            shape.append(symbols.get(int(small), int(small)))
+    if one.dim() != other.dim():
+        raise Failed("the number of dimensions of its result depends on the data")
+    pairs = enumerate(zip(one.shape, other.shape, strict=True))
+    shape = [rule.find(place, dim, int(small), int(large)) for dim, (small, large) in pairs]
     with fake:
         made = torch.empty(shape, dtype=one.dtype, device=device if one.device.type == "cpu" else one.device)
         # A leaf could not be changed in place afterwards, as a result can.
         return made.requires_grad_().clone() if one.requires_grad else made
 
 
-def _sizes_of(given: list[Any], shapes: list[Any]) -> dict[int, Any]:
-    """The sizes of the inputs that may change, by what they are in the example."""
-    found: dict[int, Any] = {}
-    for leaf, shape in zip(given, shapes, strict=True):
-        if shape is not None:
-            for size, symbolic in zip(leaf.shape, shape, strict=True):
-                if not isinstance(symbolic, int) and isinstance(size, torch.SymInt):
-                    found.setdefault(_get_hint(size), size)
-    return found
+def _get_shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(map(int, leaf.shape)) if isinstance(leaf, torch.Tensor) else ()
 
 
-def _get_hint(size: torch.SymInt) -> int:
-    hint: Any = size.node.hint
-    return int(hint)
+def _count_dims(leaf: Any) -> int:
+    return leaf.dim() if isinstance(leaf, torch.Tensor) else -1

@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend import opaque
 from everstep.pipeline.frontend.attributes import AttributeReads
-from everstep.pipeline.frontend.compiled import COMPILED, is_compiled
-from everstep.pipeline.frontend.own_state import explain_own_state
+from everstep.pipeline.frontend.own_state import explain_hooks, explain_own_state
 from everstep.pipeline.frontend.patches import listen_to_model
 from everstep.pipeline.frontend.placement import built_in, get_current_stage
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, TensorInfo, Untraceable
@@ -110,6 +109,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self._stack: list[Call] = []
         self._clock = 0
         self._refs: dict[int, Ref] = {}
+        self._renamed: list[tuple[int, Ref | None]] = []  # what a tensor was before it became another value
         self._keep: list[Any] = []  # so that no two tensors have the same id
         self._made: list[Any] = []  # the tensor of each value
         self._stand_ins: dict[Ref, Any] = {}
@@ -164,7 +164,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if path is None:
             return original(module, *args, **kwargs)
         call = self._begin(module, path, args, kwargs)
-        buffers, parameters = dict(module._buffers), dict(module._parameters)
+        buffers, parameters, renamed = dict(module._buffers), dict(module._parameters), len(self._renamed)
         try:
             if path in self.unseen:
                 raise CannotFollow(self.unseen[path])
@@ -180,6 +180,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             if len(self._stack) == 1:
                 raise Untraceable(self._why(error)) from error
             self.busy = True
+            self._forget_values(renamed)
             try:
                 result = self._unseen(call, module, args, kwargs, error)
             finally:
@@ -205,7 +206,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         else:
             call = self.record.root
         own = explain_own_state(module) if self._stack else ""
-        call.whole, call.is_lent = _explain_hooks(module) or own, any(map(self._is_lent, module.modules()))
+        call.whole, call.is_lent = explain_hooks(module) or own, any(map(self._is_lent, module.modules()))
         call.grad, call.autocast = torch.is_grad_enabled(), self.autocasts[-1] if self.autocasts else None
         here, built = get_current_stage(), built_in(module)
         call.stage = here if here is not None else built
@@ -327,8 +328,18 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
     # ---- tensors ----
 
     def _register(self, tensor: Any) -> None:
+        self._renamed.append((id(tensor), self._refs.get(id(tensor))))
         self._refs[id(tensor)] = ValueRef(len(self._made))
         self._made.append(tensor)
+
+    def _forget_values(self, count: int) -> None:
+        """Forget all values but the first ones: their makers are not recorded. What was another before is it again."""
+        while len(self._renamed) > count:
+            number, ref = self._renamed.pop()
+            if ref is None:
+                del self._refs[number]
+            else:
+                self._refs[number] = ref
 
     def _refer(self, leaf: Any) -> Any:
         """Return the reference that stands for a leaf in a template; raise CannotFollow for a tensor of unknown
@@ -432,17 +443,6 @@ def _name_operation(func: Any) -> str:
     if name in ("__get__", "__set__"):
         name = getattr(func.__self__, "__name__", name)
     return name.strip("_") + "_" * (not name.startswith("_") and name.endswith("_"))
-
-
-def _explain_hooks(module: nn.Module) -> str:
-    """Return the reason why a module runs as one, or an empty string.
-
-    Hooks see all that a module is given, and parts of a compiled module would run uncompiled.
-    """
-    if is_compiled(module):
-        return COMPILED
-    found = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "it has hooks" if any(getattr(module, name) for name in found) else ""
 
 
 def collect_sizes(tensors: Iterable[Any]) -> set[int]:

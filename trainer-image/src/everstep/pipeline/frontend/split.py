@@ -59,7 +59,19 @@ def split_model(model: Traced | Tree, stage_of: Mapping[str, int] | None = None)
     cuts = [_Cut(model, chosen, index) for index in range(last + 1)]
     # What nobody uses is in the first stage, so that checkpoints are complete.
     cuts[0].unused = set(model.record.weights).difference(*(cut.find_held_weights() for cut in cuts))
+    _watch_conditions(cuts)
     return [cut.build_stage() for cut in cuts]
+
+
+def _watch_conditions(cuts: Iterable[_Cut]) -> None:
+    """Let a stage read the arguments that show whether a condition on sizes holds that no stage would see as it is, as
+    one on the lengths of two arguments that two stages read."""
+    conditions = {cut: cut.list_conditions() for cut in cuts}
+    seen = {each for cut, found in conditions.items() for each in cut.filter_visible(found)}
+    for cut, found in conditions.items():
+        unseen = [each for each in found if each not in seen]
+        cut.watched = cut.filter_visible(unseen, with_arguments=True) if unseen else []
+        seen.update(cut.watched)
 
 
 def node_modules(model: Traced) -> dict[str, StageModule]:
@@ -80,17 +92,18 @@ class _Cut:
         self.given = {value for unit in self.own for value in unit.reads} - self.made - self.units.free.keys()
         self.opened: list[Call] = []  # calls of which it has only a part
         self.unused: set[str] = set()  # weights that no stage uses, and that this one keeps
+        self.watched: list[Any] = []  # conditions on sizes that no other stage sees
         self.items = self._add_free_operations(list(self._iterate_items(self.record.root, whole=True)))
 
     def build_stage(self) -> StageModule:
         items = self.items
-        has_output = any(unit.name == OUTPUT for unit in self.own)
+        result = self._find_result()
+        has_output = result is not None
         names = {value: name for unit in self.units.all for name, value in unit.values.items()}
         module, drawing = self._make_module(items)
         bind = self._make_binder(module)
-        result = self.record.root.outputs if has_output else None
         sizes = self._list_sizes(items, result)
-        arguments, known = self._find_arguments(sizes)
+        arguments, known = self._find_arguments(symbols_of([*(size.expr for size in sizes), *self.watched]))
         inputs: dict[str, int | None] = {INPUT + name: None for name in arguments}
         inputs |= {names[value]: value for value in sorted(self.given)}
         used = {value for unit in self.units.all if unit not in self.mine for value in unit.reads}
@@ -99,10 +112,8 @@ class _Cut:
         steps = [
             self._make_step(item, module, bind, forget, drawing) for item, forget in self._list_forgotten(items, keep)
         ]
-        opened = [*self.opened, *(call for call in self.record.root.all_calls() if self._is_left_out(call))]
-        conditions = [self.record.sizes.simplify(each) for call in dict.fromkeys(opened) for each in call.conditions]
-        # A condition on sizes that this stage does not see is another's: some stage reads each argument.
-        conditions = [each for each in conditions if are_sizes_visible(symbols_of([each]), known)]
+        # A condition on sizes that this stage does not see is another's.
+        conditions = [each for each in self.list_conditions() if are_sizes_visible(symbols_of([each]), known)]
         wanted = symbols_of([*(size.expr for size in sizes), *conditions])
         return StageModule(
             self.index,
@@ -122,6 +133,28 @@ class _Cut:
             ),
             next((unit.name for unit in self.own for part in iterate_parts(unit.item) if _has_listeners(part)), ""),
         )
+
+    def list_conditions(self) -> list[Any]:
+        """Return the conditions on sizes of the code that it does a part of, or that is left out everywhere."""
+        opened = [*self.opened, *(call for call in self.record.root.all_calls() if self._is_left_out(call))]
+        found = [self.record.sizes.simplify(each) for call in dict.fromkeys(opened) for each in call.conditions]
+        return list(dict.fromkeys(found))
+
+    def filter_visible(self, conditions: Iterable[Any], *, with_arguments: bool = False) -> list[Any]:
+        """Return those of which the shapes of what it is given show if they hold, or those of all arguments would."""
+        needed = symbols_of(size.expr for size in self._list_sizes(self.items, self._find_result()))
+        _, known = self._find_arguments(needed)
+        if with_arguments:
+            known |= {
+                Argument(name, path): each.shape
+                for name, found in self.record.arguments.items()
+                for path, each in found.items()
+            }
+        return [each for each in conditions if are_sizes_visible(symbols_of([each]), known)]
+
+    def _find_result(self) -> Template:
+        """Return what the model returns, if it is made here."""
+        return self.record.root.outputs if any(unit.name == OUTPUT for unit in self.own) else None
 
     def _list_used_weights(self) -> list[str]:
         """Return the stage's weights in the order in which its forward first uses them, those of one module as
@@ -161,9 +194,9 @@ class _Cut:
         engine sees."""
         return self.record.values[value].gradient and value not in self.units.learning
 
-    def _find_arguments(self, sizes: Iterable[Size]) -> tuple[list[str], dict[Any, Any]]:
-        """The arguments that it reads, and the shapes of all that it is given. Where those do not show a size that it
-        needs, as of positions without a text, it reads an argument that does."""
+    def _find_arguments(self, symbols: Iterable[Any]) -> tuple[list[str], dict[Any, Any]]:
+        """The arguments that it reads, and the shapes of all that it is given. Where those do not show one of the
+        `symbols`, as for positions without a text, it reads an argument that does."""
         arguments = {name for unit in self.own for name in unit.arguments}
         shapes: dict[str, dict[Any, Any]] = {
             name: {Argument(name, path): each.shape for path, each in found.items()}
@@ -172,7 +205,7 @@ class _Cut:
         known: dict[Any, Any] = {ValueRef(index): self.record.values[index].shape for index in self.given}
         for name in arguments:
             known |= shapes.get(name, {})
-        for symbol in sorted(symbols_of(size.expr for size in sizes), key=str):
+        for symbol in sorted(symbols, key=str):
             if not are_sizes_visible([symbol], known):
                 shown = next((name for name in sorted(shapes) if are_sizes_visible([symbol], shapes[name])), None)
                 if shown is not None:
