@@ -58,6 +58,17 @@ def test_the_memory_of_a_session_is_free_when_its_end_returns(folder: Path) -> N
     assert [path.name for path in folder.iterdir()] == ["store"]
 
 
+def test_the_writer_maps_nothing_of_a_session_any_more_when_its_end_returns(folder: Path) -> None:
+    """The memory of a file that was removed is not free before that."""
+    for step in range(1, 6):
+        with session(folder) as ckpt:
+            ckpt.start_over(state={"weights": torch.ones(1_000_000)})
+            ckpt.save(step)
+            maps = Path(f"/proc/{find_writer(ckpt)}/maps")
+        with contextlib.suppress(OSError):  # it has ended by now
+            assert f"{folder}/" not in maps.read_text()
+
+
 @pytest.mark.parametrize("how", ["exit", "deadline"])
 def test_who_is_told_to_end_waits_for_the_store_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The time that a process is given may be over soon: one that is killed counts as failed."""

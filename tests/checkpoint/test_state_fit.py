@@ -265,3 +265,26 @@ def test_an_optimizer_within_a_list_or_dictionary_is_refused_with_what_to_do(all
     for value in ([optimizer], {"a": optimizer}, [scheduler]):
         with pytest.raises(CheckpointError, match=r"cannot be saved inside of another value: give each a name"):
             flatten_objects({"all": value}, rank=0, allow_pickle=allow_pickle)
+
+
+class OfGenerator:
+    """An object as the message about a generator asks for."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["state"])
+
+
+def test_a_generator_is_refused_with_what_follows_it(tmp_path: Path) -> None:
+    """A script that gave the tensor of get_state() would draw the first numbers again."""
+    before, after = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    with pytest.raises(CheckpointError, match=r"object of your own whose state_dict\(\) .*get_state\(\)"):
+        flatten_objects({"generator": before}, rank=0)
+    torch.rand(3, generator=before)
+    moved(tmp_path, {"generator": OfGenerator(before)}, {"generator": OfGenerator(after)})
+    assert torch.equal(torch.rand(3, generator=before), torch.rand(3, generator=after))

@@ -15,6 +15,8 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 
 import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.exchange import importing  # noqa: E402
+from everstep.checkpoint.save.tensor_checksums import checksum_tensors  # noqa: E402
 from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 from everstep.checkpoint.state.memory import overlaps_itself  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
@@ -271,3 +273,21 @@ def test_state_that_an_optimizer_has_as_its_parameter_lies_as_that_does_now(tmp_
         average = other.state[again.weight]["exp_avg"]
         assert torch.equal(average, optimizer.state[conv.weight]["exp_avg"])
         assert average.stride() == again.weight.stride()
+
+
+def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    """As the column of a table of one row has: torch calls it contiguous, and views it not as bytes."""
+
+    def make_model(value: float) -> nn.Module:
+        model = nn.Module()
+        model.register_buffer("column", torch.full((1, 4), value)[:, 0])
+        return model
+
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=(saved := make_model(3.0)))
+        ckpt.save(1)
+    everstep.load_into(tmp_path / "store", model=(loaded := make_model(0.0)))
+    torch.save({"model": saved.state_dict()}, tmp_path / "file.pt")
+    importing.import_torch(tmp_path / "file.pt", tmp_path / "imported")
+    assert loaded.column.tolist() == everstep.load(tmp_path / "imported")["model"]["column"].tolist() == [3.0]
+    assert checksum_tensors([saved.column]) == checksum_tensors([torch.tensor([3.0])])

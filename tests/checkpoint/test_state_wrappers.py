@@ -76,6 +76,34 @@ def test_an_average_of_a_model_comes_back(tmp_path: Path) -> None:
     assert int(after["ema"].n_averaged) == 1
 
 
+class Pair(nn.Module):  # type: ignore[misc]
+    """Its own methods, which take no more than they need, make a dictionary for each of its models, and take that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 2), nn.BatchNorm1d(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"one": self.one.state_dict(), "other": self.other.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.one.load_state_dict(state["one"])
+        self.other.load_state_dict(state["other"])
+
+
+class OwnLoading(nn.Linear):  # type: ignore[misc]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [Pair, lambda: OwnLoading(3, 2)], ids=["nested", "flat"])
+def test_a_module_whose_own_method_takes_a_state_and_nothing_else_gets_it(make: Any, tmp_path: Path) -> None:
+    before, after = make(), make()
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"model": before})
+    ranks.restore(tmp_path / "store", tmp_path / "memory", {"model": after})
+    assert all(map(torch.equal, before.parameters(), after.parameters()))
+
+
 def test_scalers_and_schedulers_come_back(tmp_path: Path) -> None:
     def make(steps: int) -> dict[str, Any]:
         _, optimizer = made(1)

@@ -135,10 +135,10 @@ class Average(Scheduler):
         (datetime.datetime(2020, 1, 1), "plain values that make it again"),
         (enum.Enum("Mode", "ON").ON, "plain values that make it again"),  # type: ignore[attr-defined]
         (int, "its name,"),
-        (Scheduler(), r"its state_dict\(\)"),
+        (Scheduler(), r"an object of your own .* its state_dict\(\)"),
         (Average(), r"it under a name of its own, as restore\(…, name=…\)"),
-        (numpy.random.default_rng(1), r"its bit_generator\.state"),
-        (numpy.random.RandomState(1), r"its get_state\(\)"),
+        (numpy.random.default_rng(1), r"an object of your own .* its bit_generator\.state"),
+        (numpy.random.RandomState(1), r"an object of your own .* its get_state\(\)"),
         (numpy.array([object()]), r"numpy\.array"),
     ],
 )

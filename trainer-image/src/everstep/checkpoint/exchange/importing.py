@@ -30,6 +30,7 @@ from everstep.checkpoint.publish.publication import WholeTensor, write_checkpoin
 from everstep.checkpoint.save.plan_coordinator import fingerprint_model
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
+from everstep.checkpoint.state.memory import view_bytes
 from everstep.checkpoint.state.structure import MODULE, describe_structure
 from everstep.checkpoint.state.ties import describe_ties
 from everstep.checkpoint.store.base import open_store
@@ -231,8 +232,8 @@ def _make_whole_tensor(name: str, tensor: torch.Tensor | _Lazy) -> WholeTensor:
 
 def _iterate_tensor_bytes(tensor: torch.Tensor | _Lazy) -> Iterator[memoryview]:
     whole = tensor.read() if isinstance(tensor, _Lazy) else tensor
-    plain = whole.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data = memoryview(cast("Any", plain.view(torch.uint8).numpy()))
+    plain = whole.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = memoryview(cast("Any", view_bytes(plain).numpy()))
     for start in range(0, len(data), CHUNK):
         yield data[start : start + CHUNK]
 

@@ -15,6 +15,7 @@ from everstep.checkpoint.state.aliases import find_aliases
 from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.state.nesting import check_nesting
+from everstep.checkpoint.state.other_states import split_state
 from everstep.checkpoint.state.param_options import PARAM_GROUPS, PLACES, digest_options, name_params, pack_options
 from everstep.checkpoint.state.param_states import describe_aliases, describe_states
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, VALUE, describe_module, describe_structure
@@ -158,8 +159,10 @@ def _iterate_optimizer_leaves(
     prefix: str, state: Mapping[str, Any], models: Sequence[Mapping[str, Any]], order: Sequence[str] | None
 ) -> Iterator[tuple[str, Any]]:
     called = _param_names(prefix, state, models, order)
-    yield names.join_segments(prefix, KIND), describe_structure(OPTIMIZER)
-    states = {called[_to_parameter_key(param, called)]: own for param, own in state.get("state", {}).items()}
+    of_params, more = split_state(state, lambda key: _to_parameter_key(key, called))
+    yield names.join_segments(prefix, KIND), describe_structure(OPTIMIZER, more, _is_tensor)
+    yield from names.walk_leaves(more, _is_tensor, names.join_segments(prefix, "more")) if more else ()
+    states = {called[param]: own for param, own in of_params.items()}
     for param, own in states.items():
         yield from names.walk_leaves(own, _is_tensor, names.join_segments(prefix, "state", param))
     described = {name: value for _, name, value in describe_states(states)} | dict(describe_aliases(prefix, states))

@@ -222,7 +222,10 @@ def _find_instead(value: Any) -> str:
         ("get_state", "get_state()"),
     ):
         if hasattr(value, name):
-            return f"its {call}"
+            return (
+                f"an object of your own whose state_dict() returns {{'state': its {call}}} and whose load_state_dict() "
+                f"gives it that again (what {call} is now would be saved for ever)"
+            )
     return "plain values that make it again (numbers, text, lists and dictionaries of them)"
 
 

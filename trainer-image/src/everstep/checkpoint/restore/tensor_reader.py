@@ -15,6 +15,7 @@ from everstep.checkpoint.catalog.candidates import read_chunk
 from everstep.checkpoint.format.manifest import Chunk, Manifest, Shard
 from everstep.checkpoint.restore.placing import has_plain_memory
 from everstep.checkpoint.state.kinds import dtype_name
+from everstep.checkpoint.state.memory import view_bytes
 from everstep.checkpoint.store.base import Store
 
 
@@ -135,7 +136,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat: Any = view_bytes(tensor).numpy()
     return memoryview(flat)
 
 

@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 import xxhash
 
+from everstep.checkpoint.state.memory import view_bytes
+
 PIECE = 32 << 20  # bytes; of a tensor on a device this many are in main memory at a time
 
 
@@ -22,7 +24,7 @@ def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     for tensor in tensors:
         state = xxhash.xxh3_64()
         for piece in _iterate_pieces(tensor.detach().resolve_conj().resolve_neg()):
-            data = piece.reshape(-1).view(torch.uint8)
+            data = view_bytes(piece)
             if not data.is_cpu:
                 if buffer is None:
                     buffer = torch.empty(PIECE, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)

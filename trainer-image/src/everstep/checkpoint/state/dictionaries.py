@@ -13,6 +13,7 @@ from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import share_objects
 from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_states import EXTRA_STATE, build_module_state
+from everstep.checkpoint.state.other_states import join_state
 from everstep.checkpoint.state.param_options import PARAM_GROUPS, build_groups
 from everstep.checkpoint.state.param_states import read_aliases, read_structure, sort_states
 from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, build_structure
@@ -86,8 +87,6 @@ def _make_optimizer_state(leaves: Mapping[str, Any], descriptions: Mapping[str, 
             more[name.removeprefix("more.")] = leaf
     states = {param: build_structure(each, read_structure(param, [descriptions.get])) for param, each in state.items()}
     share_objects(states, read_aliases(states, [descriptions.get]))
-    return {
-        **(build_structure(more, descriptions.get(KIND)) if more else {}),
-        "state": {names.to_module(param): states[param] for param in sort_states(states, [descriptions.get])},
-        "param_groups": build_groups(leaves),
-    }
+    by_name = {names.to_module(param): states[param] for param in sort_states(states, [descriptions.get])}
+    beside = build_structure(more, descriptions.get(KIND)) if more else {}
+    return {**join_state(by_name, beside), "param_groups": build_groups(leaves)}

@@ -20,6 +20,7 @@ from everstep.checkpoint.state.loader_samplers import is_loader
 from everstep.checkpoint.state.memory import get_local_tensor, is_of_own_class, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
+from everstep.checkpoint.state.other_states import has_usual_state
 from everstep.checkpoint.state.param_holders import find_holders
 from everstep.checkpoint.state.plain import StatefulObject, StateValue
 from everstep.checkpoint.state.rng import Rng
@@ -188,7 +189,7 @@ def bind_kinds(objects: Mapping[str, object], *, rank: int, step: int | None = N
         inner = unwrap_marked(each)
         if name in modules:
             continue
-        if isinstance(inner, torch.optim.Optimizer):
+        if isinstance(inner, torch.optim.Optimizer) and (is_zero_redundancy(inner) or has_usual_state(inner)):
             own = names.join_segments(RANK, str(rank), names.escape_segment(name))
             kind = ZeroRedundancyObject if is_zero_redundancy(inner) else OptimizerObject
             optimizers.append(kind(prefixes[name], inner, _name_parameters_apart(inner, known), own))

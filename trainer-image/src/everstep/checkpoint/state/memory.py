@@ -106,6 +106,15 @@ def fill_overlapping(live: torch.Tensor, loaded: torch.Tensor, name: str) -> Non
     memory.copy_(filled)
 
 
+def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor that lies in one piece, in its own memory.
+
+    A tensor of one element lies so whatever its stride is, and torch views none but those of stride 1 as bytes.
+    """
+    flat = tensor.detach().reshape(-1)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     # A NaN is its bits here.
-    return bool(torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))))
+    return bool(torch.equal(*(view_bytes(each.contiguous()) for each in (one, other))))

@@ -6,6 +6,7 @@ each other; not through it, because its checks cost a save milliseconds for each
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -176,7 +177,16 @@ class Modules:
                     # A hook made this tensor, or took it apart: the module itself knows how to take it back.
                     given[key] = filled.detach()
             set_metadata_as_here(given, here, unusual, plain)
-            module.load_state_dict(given, strict=False)
+            _load_state(module, given)
+
+
+def _load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give a module a state; what is not in it stays as it is, where the module's own method knows that way."""
+    takes = inspect.signature(module.load_state_dict).parameters
+    if "strict" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        module.load_state_dict(state, strict=False)
+    else:
+        module.load_state_dict(state)
 
 
 def _list_tied(module: nn.Module, plain: Callable[[str], str]) -> dict[str, list[str]]:

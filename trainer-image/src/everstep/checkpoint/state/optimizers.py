@@ -36,6 +36,7 @@ from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.loaded_states import STEP, leave_out_others, undo_casts
 from everstep.checkpoint.state.memory import get_local_tensor
 from everstep.checkpoint.state.nesting import check_nesting
+from everstep.checkpoint.state.other_states import join_state, split_state
 from everstep.checkpoint.state.param_contents import (
     KEPT,
     LAYOUT,
@@ -117,13 +118,13 @@ class OptimizerObject:
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         state = self._optimizer.state_dict()
-        more = {key: each for key, each in state.items() if key not in ("state", "param_groups")}
+        states, more = split_state(state)
         check_nesting(more, self.prefix)
         for number, group in enumerate(state["param_groups"]):
             check_nesting(group, names.join_segments(self.prefix, _GROUPS, f"[{number}]"))
         yield names.join_segments(self.prefix, KIND), describe_structure(OPTIMIZER, more, is_leaf)
         yield names.join_segments(self.prefix, _KIND), kind_of(self._optimizer)
-        yield from self._leaves_of_params(state["state"])
+        yield from self._leaves_of_params(states)
         told: set[str] = set()  # groups may have the same options
         for number, group in enumerate(state["param_groups"]):
             options = pack_options(group)
@@ -164,8 +165,6 @@ class OptimizerObject:
     def _leaves_of_params(self, states: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         every: list[tuple[int, str, Any]] = []
         for place, own in states.items():
-            if type(place) is not int:
-                raise CheckpointError(f"{self.prefix}: holds state under {place!r}, which is no parameter")
             check_nesting(own, names.join_segments(self.prefix, STATE, self._names[place]))
             every += [(place, below, detach_leaf(leaf)) for below, leaf in names.walk_leaves(own, is_leaf)]
         layouts: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -227,7 +226,7 @@ class OptimizerObject:
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        held = self._optimizer.state_dict()["state"]
+        held, _ = split_state(self._optimizer.state_dict())
         own = saved.at(self._own)
         joined = self._find_joined(saved, held)
         for place, state in enumerate(self._of_params(saved)):
@@ -370,7 +369,7 @@ class OptimizerObject:
             for group, of_group in zip(self._optimizer.param_groups, self._name_all_of_groups(), strict=True)
         ]
         known = {place: leave_out_others(own) for place, own in state.items()}
-        self._optimizer.load_state_dict({**whole, "state": known, "param_groups": groups})
+        self._optimizer.load_state_dict({**join_state(known, whole), "param_groups": groups})
         # It has made copies of all options; a captured graph, or the script, reads these where they were.
         for group, loaded in zip(self._optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if holds_tensor(value)})

@@ -81,8 +81,12 @@ def _stands_for_tensor(packed: Any) -> bool:
 
 
 def digest_options(options: dict[str, Any]) -> str:
-    """Return the name under which the options of a group are saved."""
-    return hashlib.sha256(json.dumps(pack_value(options), sort_keys=True).encode()).hexdigest()[:16]
+    """Return the name under which the options of a group are saved, also of those that need a pickle."""
+    try:
+        packed = pack_value(options, allow_pickle=True)
+    except Exception:  # they have none: where they are saved, it is said of which this is
+        packed = list(options)
+    return hashlib.sha256(json.dumps(packed, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def name_params(known: Sequence[str], group: int, given: Sequence[str] | None) -> Iterator[tuple[str, Any]]:

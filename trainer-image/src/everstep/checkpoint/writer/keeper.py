@@ -7,7 +7,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -91,9 +91,10 @@ class Keeper:
         """Tell whether something that is in the store is being read back, or older checkpoints removed."""
         return self._tidying.locked()
 
-    def forget(self, slot: Slot) -> None:
-        """Let go of the parts of a slot that is removed."""
-        self._mappings.forget(slot)
+    def forget(self, slots: Iterable[Slot]) -> None:
+        """Let go of the parts of slots that are removed: their memory is not free before that."""
+        for slot in slots:
+            self._mappings.forget(slot)
 
     def open_anew(self, config: WriterConfig) -> None:
         """Open the store of a run anew when it is needed next: what it was opened with may be set right by then."""
@@ -110,8 +111,7 @@ class Keeper:
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]
         self._stores, self._verified = {}, {}
-        for slot in self._slots:
-            self.forget(slot)  # parts that the run does without are kept mapped by nobody
+        self.forget(self._slots)  # parts that the run does without are kept mapped by nobody
 
     async def keep(self, save: Save) -> dict[str, Any]:
         """Return the figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""

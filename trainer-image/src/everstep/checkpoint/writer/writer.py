@@ -267,8 +267,7 @@ class Writer:
         if self._copier.busy:  # it may send one of them
             return
         moved = move_surplus_away(self._slots, count, self._storing.saves, self._storing.newest)
-        for slot in moved:
-            self._keeper.forget(slot)
+        self._keeper.forget(moved)
         if moved:
             await self._loop.run_in_executor(None, self._slots.clear_removed)
 
@@ -412,6 +411,7 @@ class Writer:
 
     def _remove_slots(self) -> bool:
         """Remove the slots; a process that restores from them is waited for, as long as ranks are."""
+        self._keeper.forget(self._slots)
         return self._memory.remove(0.0 if self._told_to_end else self._linger)
 
     def _report(self, report: dict[str, Any]) -> None:
