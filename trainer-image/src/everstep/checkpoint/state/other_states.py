@@ -21,7 +21,7 @@ def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return True
-    return optimizer.state_dict().keys() >= {_STATE, _GROUPS}
+    return bool(optimizer.state_dict().keys() >= {_STATE, _GROUPS})
 
 
 def split_state(
