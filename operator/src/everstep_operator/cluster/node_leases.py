@@ -188,7 +188,9 @@ class NodeLeases:
     def _list_pools(self, node: NodeView, among: Container[str] | None = None) -> list[str]:
         """Return the TrainingPools to which a node belongs by its labels."""
         labels = node.capacity.labels if node.capacity is not None else {}
-        pools = ((name, pool["spec"].get("nodeSelector") or {}) for (_, name), pool in self._cache.pools.items())
+        pools = (
+            (name, (pool.get("spec") or {}).get("nodeSelector") or {}) for (_, name), pool in self._cache.pools.items()
+        )
         return [
             name
             for name, selector in pools
