@@ -239,6 +239,16 @@ def test_a_python_without_zlib_is_named(tmp_path: Path) -> None:
     assert "zlib not available" in done.stderr
 
 
+def write_with_broken_sources(folder: Path, packed: bytes) -> Path:
+    """Write a zipapp whose byte code works, and whose sources say that they were taken."""
+    agent = folder / "agent.pyz"
+    with zipfile.ZipFile(io.BytesIO(packed)) as whole, zipfile.ZipFile(agent, "w") as archive:
+        for name in whole.namelist():
+            source = name.endswith("main.py") and not name.startswith("__main__")
+            archive.writestr(name, b"raise ImportError('of the sources')" if source else whole.read(name))
+    return agent
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_byte_code_is_run_by_the_python_that_it_is_made_for_and_sources_by_others(tmp_path: Path, version: str) -> None:
     python = interpreter(version)
@@ -246,11 +256,7 @@ def test_byte_code_is_run_by_the_python_that_it_is_made_for_and_sources_by_other
         pytest.skip(f"no Python {version} here")
     packed = agent_zip.pack_byte_code([sys.executable])
     assert agent_zip.read_sources(packed) == agent_zip.read_sources(agent_zip.pack_sources())
-    agent = tmp_path / "agent.pyz"
-    with zipfile.ZipFile(io.BytesIO(packed)) as whole, zipfile.ZipFile(agent, "w") as archive:
-        for name in whole.namelist():
-            source = name.endswith("main.py") and not name.startswith("__main__")
-            archive.writestr(name, b"raise ImportError('of the sources')" if source else whole.read(name))
+    agent = write_with_broken_sources(tmp_path, packed)
     done = subprocess.run([python, "-I", "-S", "-B", agent, "run", "--local", tmp_path], capture_output=True, text=True)
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         assert done.returncode == 1
@@ -277,6 +283,18 @@ def test_an_operator_takes_the_file_of_its_image_if_it_has_its_sources(
     assert agent_zip.build_zipapp.__wrapped__() == packed
     monkeypatch.setattr(agent_zip, "pack_sources", lambda: agent_zip._write({"__main__.py": b"of a newer version"}))
     assert agent_zip.read_sources(agent_zip.build_zipapp.__wrapped__()) == {"__main__.py": b"of a newer version"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_there_is_room_for_the_byte_code_of_one_more_python(tmp_path: Path, version: str) -> None:
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    agent = write_with_broken_sources(tmp_path, agent_zip.pack_byte_code([sys.executable, python]))
+    for each in (sys.executable, python):
+        done = subprocess.run([each, "-I", "-S", "-B", agent, "run", "--local", tmp_path], capture_output=True)
+        assert done.returncode == 1
+        assert b"job.json" in done.stderr
 
 
 def test_more_byte_code_than_a_config_map_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

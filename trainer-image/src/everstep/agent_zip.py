@@ -62,7 +62,7 @@ def pack_sources() -> bytes:
 
 
 def pack_byte_code(pythons: Iterable[str]) -> bytes:
-    """Return the zipapp with byte code beside its sources. An agent then starts in half the processor time.
+    """Return the zipapp with byte code beside its sources. An agent then starts in six tenths of the processor time.
 
     Args:
         pythons: The interpreters to compile for; one of a version that was there before adds nothing.

@@ -30,7 +30,7 @@ def _escape_json(text):
 
 
 def _prefer_byte_code():
-    """Import modules that are compiled for this Python already, if the archive has them: half of a start is compiling.
+    """Import modules that are compiled for this Python already, if the archive has them: much of a start is compiling.
     Other versions of Python take the sources."""
     try:
         from _frozen_importlib_external import MAGIC_NUMBER  # importlib.util would import ten modules more
