@@ -182,9 +182,12 @@ class RankGroup:
             raise self.errors.lost(lost, _LEFT)
         return messages[0]
 
-    @contextlib.contextmanager
-    def naming_errors(self) -> Iterator[None]:
+    def naming_errors(self) -> contextlib.AbstractContextManager[None]:
         """Make the errors of torch.distributed within ones of lost ranks: a broken connection stands for a rank."""
+        return self._naming_lost_ranks()
+
+    @contextlib.contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

@@ -138,41 +138,22 @@ class Random:
                 self._hooks.append(module.register_forward_pre_hook(self._enter))
                 self._hooks.append(module.register_forward_hook(self._leave))
 
-    @contextlib.contextmanager
-    def of(self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0) -> Iterator[None]:
+    def of(
+        self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
         """Module calls inside belong to this micro-batch of all replicas and accumulated batches of the step.
 
         `repeats`: of modules that other stages call too, which of all their calls those inside are.
         """
         log = self._logs[stage, microbatch] = _Log()
-        self._base = _hash(f"{self.seed}/{self.step}/{microbatch}")
-        self._asleep = self._watched is not None and stage in self._watched
-        if not self._asleep:
-            self._hook_modules()
-            if self._watched is not None:
-                self._watched.add(stage)
-        if stage not in self._hashes_of_stages:
-            self._hashes_of_stages[stage] = _hash(f"/{stage}")
-        seed = _scramble(self._base ^ self._hashes_of_stages[stage])
-        with self._calls(microbatch, repeats, log, again=False):
-            self._generator.manual_seed(seed)
-            log.next(seed)
-            self._quiet = seed
-            yield
-            drew = self._asleep and self._quiet is not None and self._has_drawn_since(self._quiet)
-        if drew:
-            self._watched = None  # for the rest of the step
-            warnings.warn(
-                f"a module of stage {stage} draws random numbers, and drew none in the first micro-batch of this step: "
-                f"those of micro-batch {microbatch} depend on how the model is cut; let it draw in all micro-batches",
-                stacklevel=2,
-            )
+        return _Forward(self, microbatch, repeats, log, stage)
 
-    @contextlib.contextmanager
-    def again(self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0) -> Iterator[None]:
+    def again(
+        self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
         """Around a backward: what it does once more of the forward, as activation checkpoints do, draws the same."""
-        with self._calls(microbatch, repeats, self._logs.get((stage, microbatch), _Log()), again=True):
-            yield
+        log = self._logs.get((stage, microbatch))
+        return _Calls(self, microbatch, repeats, _Log() if log is None else log, again=True)
 
     @contextlib.contextmanager
     def of_evaluation(
@@ -221,19 +202,29 @@ class Random:
         self._watched = set()
         self._logs.clear()
 
-    @contextlib.contextmanager
-    def _calls(
-        self, microbatch: int, repeats: Mapping[str, Sequence[int]], log: _Log, *, again: bool
-    ) -> Iterator[None]:
-        around = self.microbatch, self._repeats, self._log, self._inside, self._again, self._frames
-        self.microbatch, self._repeats, self._log = microbatch, repeats, log
-        self._inside, self._again, self._frames = True, again, []
-        before = self._generator.get_state()
-        try:
-            yield
-        finally:
-            self._generator.set_state(before)
-            self.microbatch, self._repeats, self._log, self._inside, self._again, self._frames = around
+    def _begin_forward(self, microbatch: int, stage: int, log: _Log) -> None:
+        """Seed what a stage draws of a micro-batch, and look which modules may draw."""
+        self._base = _hash(f"{self.seed}/{self.step}/{microbatch}")
+        self._asleep = self._watched is not None and stage in self._watched
+        if not self._asleep:
+            self._hook_modules()
+            if self._watched is not None:
+                self._watched.add(stage)
+        if stage not in self._hashes_of_stages:
+            self._hashes_of_stages[stage] = _hash(f"/{stage}")
+        seed = self._quiet = _scramble(self._base ^ self._hashes_of_stages[stage])
+        self._generator.manual_seed(seed)
+        log.next(seed)
+
+    def _end_forward(self, microbatch: int, stage: int) -> None:
+        """Warn of a module that draws, though it drew nothing in the first micro-batch of the step."""
+        if self._asleep and self._quiet is not None and self._has_drawn_since(self._quiet):
+            self._watched = None  # for the rest of the step
+            warnings.warn(
+                f"a module of stage {stage} draws random numbers, and drew none in the first micro-batch of this step: "
+                f"those of micro-batch {microbatch} depend on how the model is cut; let it draw in all micro-batches",
+                stacklevel=3,
+            )
 
     def _call(self, module: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():  # a part of what is compiled around it
@@ -247,7 +238,8 @@ class Random:
         """Seed what draws in each call. The code around it goes on with the sequence, so that nothing is to follow."""
         if is_dynamo_compiling() or not self._inside or not module.training or not module.p:
             return
-        event, seed = self._find_call(self._names[module], self._generator.initial_seed())
+        around = self._generator.initial_seed() if self._again else 0
+        event, seed = self._find_call(self._names[module], around)
         if event is None:
             return
         self._generator.manual_seed(seed)
@@ -314,6 +306,55 @@ class Random:
         now = self._generator.get_state()
         self._generator.manual_seed(seed)
         return not self._generator.stands_at(now)
+
+
+class _Calls:
+    """A context in which module calls belong to one micro-batch. The generators then stand where they stood before.
+
+    There are two of them for each micro-batch of each stage: a generator function would take half as long again.
+    """
+
+    __slots__ = ("_again", "_around", "_before", "_log", "_microbatch", "_random", "_repeats")
+
+    def __init__(
+        self, random: Random, microbatch: int, repeats: Mapping[str, Sequence[int]], log: _Log, *, again: bool
+    ) -> None:
+        self._random, self._microbatch, self._repeats, self._log, self._again = random, microbatch, repeats, log, again
+
+    def __enter__(self) -> None:
+        own = self._random
+        self._around = own.microbatch, own._repeats, own._log, own._inside, own._again, own._frames
+        own.microbatch, own._repeats, own._log = self._microbatch, self._repeats, self._log
+        own._inside, own._again, own._frames = True, self._again, []
+        self._before = own._generator.get_state()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        own = self._random
+        own._generator.set_state(self._before)
+        own.microbatch, own._repeats, own._log, own._inside, own._again, own._frames = self._around
+
+
+class _Forward(_Calls):
+    """The calls of a forward, which begin with a seed of their own."""
+
+    __slots__ = ("_stage",)
+
+    def __init__(
+        self, random: Random, microbatch: int, repeats: Mapping[str, Sequence[int]], log: _Log, stage: int
+    ) -> None:
+        super().__init__(random, microbatch, repeats, log, again=False)
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._random._begin_forward(self._microbatch, self._stage, self._log)
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            if kind is None:
+                self._random._end_forward(self._microbatch, self._stage)
+        finally:
+            super().__exit__(kind)
 
 
 def _is_dropout(module: nn.Module) -> bool:

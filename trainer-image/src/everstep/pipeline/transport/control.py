@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,7 @@ class Control(RankGroup):
         self.timeout = timedelta(seconds=timeout)
         self.reason = ""
         self._ends: list[Callable[[], None]] = []
+        self._naming = _NamingErrors(self)
         self.groups: list[Any] = []  # of this process, with those of others that stand on this one
         with GroupConnections.watch() as self._connections:
             with self.naming_errors():
@@ -87,15 +88,26 @@ class Control(RankGroup):
         for end in self._ends:
             end()
 
-    @contextlib.contextmanager
-    def naming_errors(self) -> Iterator[None]:
+    def naming_errors(self) -> contextlib.AbstractContextManager[None]:
         """Make the errors of torch.distributed within TransportError, with the reason if it is known."""
-        if self.reason:
-            raise TransportError(self.reason)
-        try:
-            yield
-        except RuntimeError as error:
-            raise TransportError(self.reason or str(error).splitlines()[0]) from error
+        return self._naming
+
+
+class _NamingErrors:
+    """See `Control.naming_errors`. One for all: each message and each wait needs it, a hundred times a step."""
+
+    __slots__ = ("_control",)
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def __enter__(self) -> None:
+        if self._control.reason:
+            raise TransportError(self._control.reason)
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise TransportError(self._control.reason or str(error).splitlines()[0]) from error
 
 
 def _end_retired() -> None:
