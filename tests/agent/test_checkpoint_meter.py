@@ -89,6 +89,20 @@ def test_steps_that_are_lost_of_a_script_that_saves_by_itself_are_those_since_it
     assert restored(meter)["lostSteps"] == 7
 
 
+def test_who_saves_by_itself_every_few_seconds_trains_at_the_pace_of_its_progress() -> None:
+    """Its steps go back by the numbers of its checkpoints at each save; what they cost is told by the pace."""
+    meter = CheckpointMeter()
+    for second in range(2, 61, 2):
+        epoch, step = second // 15, 20 * second
+        saved = {"trained_step": epoch, "progress_step": 300 * epoch} if epoch else {}
+        said = RankCheckpoint(restored=0, save_every=0, takes_requests=0, **saved)
+        meter.update(float(second), (1, 1), [RankProgress(0, step, checkpoint=said)])
+        told = meter.to_json()
+        assert told is not None
+        assert told["stepsPerSecond"] in (None, 20.0)
+    assert told["stepsPerSecond"] == 20.0
+
+
 def test_a_generation_that_fails_in_its_first_step_loses_no_more_than_that() -> None:
     """It has reported a batch, and none of the steps by which its checkpoints count."""
     meter = CheckpointMeter()

@@ -26,6 +26,7 @@ class CheckpointMeter:
         self._before: int | None = None  # the last step before this generation; None: another leader heard it
         self._counts: tuple[int, int] | None = None  # one moment as checkpoints and as progress count it
         self._trained: int | None = None  # the last step of this generation, where ranks tell that
+        self._paced: int | None = None  # the last step that the rate knows
 
     @property
     def ranks_save(self) -> bool:
@@ -64,7 +65,7 @@ class CheckpointMeter:
             self._before = last_step
         elif self._said.restored is not None:  # what was lost before it is told already
             self._before = self._said.restored
-        self._teller, self._said, self._trained = -1, RankCheckpoint(), None
+        self._teller, self._said, self._trained, self._paced = -1, RankCheckpoint(), None, None
         self._rate.restart()
 
     def update(self, wall: float, generation: tuple[int, int], ranks: Iterable[RankProgress]) -> bool:
@@ -90,10 +91,8 @@ class CheckpointMeter:
             if said.trained_step is not None:
                 if said.trained_step != before.trained_step:
                     self._note_counts(said, rank.step)
-                trained = self.find_trained_step(rank.step)
-                if trained is not None and trained != self._trained:
-                    self._rate.note(wall, trained)
-                self._trained = trained
+                self._trained = self.find_trained_step(rank.step)
+                self._note_pace(wall, rank.step)
             if said.checkpoints_failed is not None:
                 self._failed = said.checkpoints_failed
             if said.restored is not None and said.restored != before.restored:
@@ -106,6 +105,14 @@ class CheckpointMeter:
             progress = said.progress_step
         if said.trained_step is not None and progress is not None:
             self._counts = said.trained_step, progress
+
+    def _note_pace(self, wall: float, progress: int | None) -> None:
+        # What is lost of who saves by itself are steps of its progress: by the numbers of checkpoints they go back with
+        # each save.
+        step = self._trained if self.counted_step is not None or progress is None else progress
+        if step is not None and step != self._paced:
+            self._rate.note(wall, step)
+        self._paced = step
 
     def to_json(self) -> dict[str, Any] | None:
         """Return what `/v1/state` says; None where no rank has said anything."""
