@@ -130,6 +130,22 @@ def test_steps_are_not_forgotten_when_a_generation_ends_before_it_restored() -> 
     assert restored(meter)["lostSteps"] == 7
 
 
+def test_steps_of_generations_that_end_before_they_tell_what_they_restored_are_lost_too() -> None:
+    """A script that saves by itself tells it at its first save."""
+    meter = CheckpointMeter()
+    saved = RankCheckpoint(restored=0, trained_step=2, progress_step=200, takes_requests=0)
+    meter.update(1.0, (1, 1), [RankProgress(0, 250, checkpoint=saved)])
+    meter.restart(250)
+    meter.update(2.0, (1, 2), [RankProgress(0, 280)])
+    meter.restart(280)
+    saved = RankCheckpoint(restored=2, trained_step=3, progress_step=300, takes_requests=0)
+    meter.update(3.0, (1, 3), [RankProgress(0, 300, checkpoint=saved)])
+    assert restored(meter)["lostSteps"] == 50 + 80
+    meter.restart(310)
+    meter.update(4.0, (1, 4), [RankProgress(0, 400, checkpoint=RankCheckpoint(restored=3, takes_requests=0))])
+    assert restored(meter)["lostSteps"] == 10
+
+
 def test_a_restored_checkpoint_keeps_the_size_that_is_known() -> None:
     meter = CheckpointMeter()
     meter.update(7.0, (1, 1), [says(checkpoint=50, checkpoint_bytes=99)])
