@@ -33,6 +33,8 @@ class FakeProcesses:
         self.generations: list[tuple[int, int]] = []
         self.stops: list[float] = []
         self.given_to_writers: list[float] = []  # seconds
+        self.writers_ended = asyncio.Event()
+        self.writers_ended.set()
         self.unclean: str | None = None
 
     async def start(self, layout: GenerationLayout) -> None:
@@ -64,6 +66,7 @@ class FakeProcesses:
 
     async def end_writers(self, seconds: float) -> None:
         self.given_to_writers.append(seconds)
+        await self.writers_ended.wait()
 
     async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None: ...
     def kill_daemon(self, daemon: str) -> None: ...

@@ -89,6 +89,18 @@ def test_steps_that_are_lost_of_a_script_that_saves_by_itself_are_those_since_it
     assert restored(meter)["lostSteps"] == 7
 
 
+def test_who_saves_by_itself_every_few_seconds_trains_at_the_pace_of_its_progress() -> None:
+    """Its steps go back by the numbers of its checkpoints at each save; what they cost is told by the pace."""
+    meter = CheckpointMeter()
+    for second in range(2, 61, 2):
+        epoch, step = second // 15, 20 * second
+        saved: dict[str, Any] = {"trained_step": epoch, "progress_step": 300 * epoch} if epoch else {}
+        said = RankCheckpoint(restored=0, save_every=0, takes_requests=0, **saved)
+        meter.update(float(second), (1, 1), [RankProgress(0, step, checkpoint=said)])
+        assert (meter.to_json() or {})["stepsPerSecond"] in (None, 20.0)
+    assert (meter.to_json() or {})["stepsPerSecond"] == 20.0
+
+
 def test_a_generation_that_fails_in_its_first_step_loses_no_more_than_that() -> None:
     """It has reported a batch, and none of the steps by which its checkpoints count."""
     meter = CheckpointMeter()
@@ -116,6 +128,22 @@ def test_steps_are_not_forgotten_when_a_generation_ends_before_it_restored() -> 
     meter.restart(None)
     meter.update(3.0, (1, 3), [says(restored=50)])
     assert restored(meter)["lostSteps"] == 7
+
+
+def test_steps_of_generations_that_end_before_they_tell_what_they_restored_are_lost_too() -> None:
+    """A script that saves by itself tells it at its first save."""
+    meter = CheckpointMeter()
+    saved = RankCheckpoint(restored=0, trained_step=2, progress_step=200, takes_requests=0)
+    meter.update(1.0, (1, 1), [RankProgress(0, 250, checkpoint=saved)])
+    meter.restart(250)
+    meter.update(2.0, (1, 2), [RankProgress(0, 280)])
+    meter.restart(280)
+    saved = RankCheckpoint(restored=2, trained_step=3, progress_step=300, takes_requests=0)
+    meter.update(3.0, (1, 3), [RankProgress(0, 300, checkpoint=saved)])
+    assert restored(meter)["lostSteps"] == 50 + 80
+    meter.restart(310)
+    meter.update(4.0, (1, 4), [RankProgress(0, 400, checkpoint=RankCheckpoint(restored=3, takes_requests=0))])
+    assert restored(meter)["lostSteps"] == 10
 
 
 def test_a_restored_checkpoint_keeps_the_size_that_is_known() -> None:

@@ -61,6 +61,23 @@ async def test_writers_of_checkpoints_have_the_grace_of_a_stop_where_ranks_have_
             assert agent.processes.given_to_writers == [agent.config.stop_grace]
 
 
+@pytest.mark.parametrize("grace", [60.0, 0.0])
+async def test_writers_have_their_grace_also_in_a_pod_that_is_deleted_meanwhile(tmp_path: Path, grace: float) -> None:
+    """By whoever cleans up after a success: the operator, an autoscaler, a user."""
+    async with gang(tmp_path, 1) as (agent,):
+        agent.processes.writers_ended.clear()
+        await until(lambda: agent.processes.running)
+        agent.processes.exit()
+        finishing = asyncio.ensure_future(agent.node.finish((await agent.node.ended).result))
+        await until(lambda: agent.processes.given_to_writers)
+        leaving = asyncio.ensure_future(agent.node.leave(grace))
+        await until(lambda: agent.node.leaving and (grace or agent.processes.stops))
+        agent.processes.writers_ended.set()
+        await finishing
+        leaving.cancel()
+        assert agent.processes.stops == [agent.config.restart_grace if grace else 0.0]
+
+
 async def test_an_agent_whose_leader_leaves_first_ends_as_the_job_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,21 @@ async def test_a_writer_of_checkpoints_ends_in_its_own_time_where_its_ranks_have
         assert await node.stop() is None
 
 
+async def test_a_writer_of_checkpoints_that_does_not_end_in_time_is_told_of(tmp_path: Path) -> None:
+    train = (
+        "import subprocess, sys\n"
+        "name = \"import pathlib; pathlib.Path('/proc/self/comm').write_text('everstep-writer')\"\n"
+        "deaf = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)'\n"
+        "argv = [sys.executable, '-c', name + chr(10) + deaf]\n"
+        "subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()\n"
+    )
+    async with Node(tmp_path, [sys.executable, "-c", train]) as node:
+        await node.start()
+        await node.event("RankExited", exit_code=0)
+        await node.call("end_writers", seconds=0.5)
+        await node.until(lambda: "saved last is not stored after 0.5 s, and is lost" in node.logged(), "a line")
+
+
 async def test_slots_of_checkpoints_outlive_a_generation_but_for_those_of_stores_long_left(tmp_path: Path) -> None:
     """Each generation writes into a folder of its own, as with a script that names another store at each start."""
     slots = tmp_path / "node-0" / "slots"

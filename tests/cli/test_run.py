@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol
 import pytest
 import yaml
 
+from everstep_operator.plan import agent_config
 from tests.cli.command import Done, in_process
 
 pytestmark = pytest.mark.integration
@@ -56,6 +57,19 @@ import pathlib, time
 print("UP", flush=True)
 while not pathlib.Path("go").exists():
     time.sleep(0.05)
+"""
+# Leaves behind what stores checkpoints: told to end, it stores for longer than a fence timeout, and may publish then.
+STORES = """
+import pathlib, subprocess, sys
+writer = (
+    "import pathlib, shutil, signal, sys, time\\n"
+    "def end(*_):\\n"
+    "    time.sleep(5); shutil.copy('base/node-0/run/fence.json', 'published'); sys.exit(0)\\n"
+    "signal.signal(signal.SIGTERM, end)\\n"
+    "pathlib.Path('/proc/self/comm').write_text('everstep-writer'); print('up', flush=True); time.sleep(600)\\n"
+)
+child = subprocess.Popen([sys.executable, "-c", writer], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
 """
 STUBBORN = WAITS.replace("sys.exit(0)", "None")
 
@@ -145,6 +159,15 @@ def test_a_failed_rank_restarts_all_and_the_job_succeeds(everstep: Everstep, man
 def test_the_exit_code_is_the_first_failed_rank_s(everstep: Everstep, manifest: Callable[..., str]) -> None:
     done = everstep("run", "-f", manifest("raise SystemExit(9)", numNodes=1, restart={"application": 0}))
     assert done.returncode == 9
+
+
+def test_what_was_saved_last_may_be_published_until_the_agents_have_ended(
+    everstep: Everstep, manifest: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_config, "compute_fence_timeout", lambda *_: 3.0)
+    done = everstep("run", "-f", manifest(STORES, numNodes=1, numProcPerNode=1), "--base", "base")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "published").read_text())["fenced"] is False
 
 
 def test_nodes_and_ranks_can_be_fewer_than_in_the_manifest(everstep: Everstep, manifest: Callable[..., str]) -> None:

@@ -52,6 +52,11 @@ def test_what_a_rank_was_not_given_is_not_compared() -> None:
     assert not digest({"x": x, "scale": 2.0}, y).differs(digest({"x": None, "scale": 3.0}, y))
 
 
+def test_a_tensor_whose_elements_cannot_be_had_is_not_compared() -> None:
+    ragged = torch.nested.nested_tensor([torch.rand(2), torch.rand(3)])
+    assert not digest(None, ragged).differs(digest(None, torch.rand(2, 3)))
+
+
 def test_constants_beside_samples_hide_no_difference() -> None:
     x, mask = torch.rand(8, 4), torch.ones(8, 4)
     other = digest({"x": x.flip(0), "mask": mask}, ["a text"])

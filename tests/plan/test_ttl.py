@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
+
 from everstep_operator.api.job import Timeouts
 from everstep_operator.plan.actions import DeleteJob, DeletePods
+from everstep_operator.plan.leader_view import LeaderOutcome
 from tests.builders import job
 from tests.plan.world import World
 
@@ -26,8 +29,12 @@ def test_ended_pods_are_kept_for_their_logs() -> None:
     assert len(world.pods) == 2
 
 
-def test_a_pod_that_does_not_leave_is_deleted() -> None:
-    world = World(job().nodes(2).build()).run("Running")
+@pytest.mark.parametrize(("grace", "seconds"), [(None, 120), (600, 600), (15, 30)])
+def test_a_pod_that_does_not_leave_is_deleted_after_the_grace_in_which_it_may_store_what_was_saved_last(
+    grace: int | None, seconds: int
+) -> None:
+    spec = {} if grace is None else {"terminationGracePeriodSeconds": grace}
+    world = World(job().nodes(2).pod(**spec).build()).run("Running")
     assert world.leader is not None
     kept = world.pods["digits-1"]
     world.end()
@@ -35,11 +42,23 @@ def test_a_pod_that_does_not_leave_is_deleted() -> None:
     world.run("Succeeded")
     made = world.reconcile()
     assert made.actions == ()
-    assert made.requeue_at == world.now + 30
-    world.now += 30
+    assert made.requeue_at == world.now + seconds
+    world.now += seconds
     (action,) = world.reconcile().actions
     assert isinstance(action, DeletePods)
     assert [ref.name for ref in action.pods] == ["digits-1"]
+
+
+def test_the_leader_of_a_job_that_has_succeeded_is_polled_until_its_agent_has_ended() -> None:
+    """A leader that nobody renews is fenced, and its node publishes nothing more of what was saved last."""
+    world = World(job().nodes(2).build()).run("Running")
+    assert world.leader is not None
+    world.leader.outcome = LeaderOutcome("succeeded", 0)
+    world.run("Succeeded")
+    for _ in range(2):
+        assert world.reconcile().poll is not None
+    world.exit(0, 0)
+    assert world.reconcile().poll is None
 
 
 def test_a_sidecar_does_not_hold_the_node_of_a_finished_job() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -70,6 +70,7 @@ class _Counts:
     unrenewed: Counter[str] = field(default_factory=Counter)
     pool_nodes: Counter[str] = field(default_factory=Counter)
     pool_unrenewed: Counter[str] = field(default_factory=Counter)
+    selectors: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by pool; of those that select by labels
 
 
 class NodeLeases:
@@ -159,7 +160,7 @@ class NodeLeases:
         """Return why this node is not to be taken for dead now, or nothing."""
         counts, zone = self._count_nodes(), node.zone
         found = describe_brake(counts.unrenewed[zone], counts.nodes[zone], f"zone {zone}" if zone else "the cluster")
-        for pool in self._list_pools(node):
+        for pool in _list_pools(node, counts.selectors):
             found = found or describe_brake(counts.pool_unrenewed[pool], counts.pool_nodes[pool], f"pool {pool}")
         return found or describe_brake(counts.unrenewed.total(), counts.nodes.total(), "the cluster")
 
@@ -169,7 +170,9 @@ class NodeLeases:
         changes = (self._cache.node_view_changes, self._cache.pool_changes, self._changes)
         if self._counted is not None and self._counted[0] == changes:
             return self._counted[1]
-        counts, witnesses = _Counts(), []
+        pools = {name: (pool.get("spec") or {}).get("nodeSelector") for (_, name), pool in self._cache.pools.items()}
+        counts = _Counts(selectors={name: selector for name, selector in pools.items() if selector})
+        witnesses = []
         for (_, name), node in self._cache.nodes.items():
             known = self._nodes.get(name)
             is_silent = known is not None and known.is_unrenewed(self._silence)
@@ -179,25 +182,12 @@ class NodeLeases:
             counts.nodes[node.zone] += 1
             counts.unrenewed[node.zone] += is_silent
             if is_silent:
-                counts.pool_unrenewed.update(self._list_pools(node))
-        for node in witnesses if counts.pool_unrenewed else ():
-            counts.pool_nodes.update(self._list_pools(node, set(counts.pool_unrenewed)))
+                counts.pool_unrenewed.update(_list_pools(node, counts.selectors))
+        concerned = {name: counts.selectors[name] for name in counts.pool_unrenewed}
+        for node in witnesses if concerned else ():
+            counts.pool_nodes.update(_list_pools(node, concerned))
         self._counted = (changes, counts)
         return counts
-
-    def _list_pools(self, node: NodeView, among: Container[str] | None = None) -> list[str]:
-        """Return the TrainingPools to which a node belongs by its labels."""
-        labels = node.capacity.labels if node.capacity is not None else {}
-        pools = (
-            (name, (pool.get("spec") or {}).get("nodeSelector") or {}) for (_, name), pool in self._cache.pools.items()
-        )
-        return [
-            name
-            for name, selector in pools
-            if selector
-            and (among is None or name in among)
-            and all(labels.get(key) == value for key, value in selector.items())
-        ]
 
     @property
     def _period(self) -> float:
@@ -270,3 +260,9 @@ class NodeLeases:
         known.silent_since = since
         for job in {*known.jobs, *self._cache.jobs_on(name)}:
             self._changed(job)
+
+
+def _list_pools(node: NodeView, selectors: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return the TrainingPools, of those with these selectors, to which a node belongs by its labels."""
+    labels = node.capacity.labels if node.capacity is not None else {}
+    return [name for name, selector in selectors.items() if all(labels.get(key) == selector[key] for key in selector)]

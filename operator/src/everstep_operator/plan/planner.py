@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import Phase
+from everstep_operator.api.status import Phase, Restarts
 from everstep_operator.plan import (
     disruption_budget,
     gang,
@@ -52,7 +52,8 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         actions, look = ttl.plan_after_end(s)
         status = note_generation(s)
         actions = [*disruption_budget.lift_budget(s), *actions]
-        return JobPlan(status, changed=status is not s.status, actions=tuple(actions), requeue_at=look)
+        poll = _make_poll(s, s.status.restarts, s.phase)
+        return JobPlan(status, changed=status is not s.status, actions=tuple(actions), requeue_at=look, poll=poll)
     account = restart_budget.charge_ended_generations(s, over=job_outcome.find_outcome(s) is not None)
     begun = start_failures.count_start_failures(s)
     decision = node_notices.leave_noticed_nodes(s, _decide_next(s, account, begun))
@@ -78,7 +79,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         actions=decision.actions,
         events=events,
         requeue_at=min(ahead) if ahead else None,
-        poll=_make_poll(s, account, decision),
+        poll=_make_poll(s, account.restarts, decision.phase),
         holds_leader=_is_head_dead(s) and not decision.phase.finished,
         suspects=suspects,
         node_failures=node_trouble.find_node_failures(s, account.restarts),
@@ -381,15 +382,16 @@ def _is_head_dead(s: PlanContext) -> bool:
     return node is not None and node.dead_since is not None
 
 
-def _make_poll(s: PlanContext, account: RestartBudget, decision: Decision) -> LeaderPoll | None:
+def _make_poll(s: PlanContext, restarts: Restarts, phase: Phase) -> LeaderPoll | None:
     head = s.head
-    # Also while it stops for a suspension: a leader that nobody renews may not publish its last checkpoint.
-    if decision.phase.finished or s.plain or head is None or not head.running or not head.ip:
+    # Also while it stops for a suspension, or has succeeded: a leader that nobody renews may not publish its last
+    # checkpoint.
+    if phase is Phase.FAILED or s.plain or head is None or not head.running or not head.ip:
         return None
     if head.gone_since is not None:
         return None  # should it still run somewhere, it shall not go on in our name
-    last = account.restarts.last
-    allowance = 0 if decision.phase is Phase.STOPPING else restart_budget.count_remaining_restarts(s, account.restarts)
+    last = restarts.last
+    allowance = 0 if phase is Phase.STOPPING else restart_budget.count_remaining_restarts(s, restarts)
     address = head.format_address(s.observed.settings.agent_port)
     charged = last.id if last else ""
     return LeaderPoll(address, head.uid, head.epoch, head.template, charged, allowance, head.token_secret, s.wanted)

@@ -131,10 +131,16 @@ class LocalRun:
 
     def _await_agents(self, agents: LocalAgents) -> bool:
         """Wait, and return whether all agents ended in time: what was saved last may be on its way after a success."""
+        from everstep.agent.wire.http_client import RequestRejected
+        from everstep.cli.leader_client import LeaderClient
+
         has_succeeded = (self._story.outcome or {}).get("result") == "succeeded"
         grace = self._prepared.local.config["stopGraceSeconds"] if has_succeeded else 0.0
         until = time.monotonic() + LEAVE_SECONDS + grace
+        leader = LeaderClient(agents.addresses[0], agents.token)
         while self._interrupts < 2 and time.monotonic() < until:
+            with contextlib.suppress(OSError, RequestRejected):  # it ends; until then its lease goes on
+                leader.state(charged=self._story.charged, allowance=self._story.allowance)
             if agents.wait(POLL_SECONDS):
                 return True
         return False

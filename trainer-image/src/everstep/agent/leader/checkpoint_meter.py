@@ -23,9 +23,12 @@ class CheckpointMeter:
         self._teller = -1
         self._said = RankCheckpoint()
         self._rate = StepRate()
-        self._before: int | None = None  # the last step before this generation; None: another leader heard it
+        # The last steps of generations since the last restore that was told: a generation may end before it tells its
+        # own, as who saves by itself does at its first save. None is known of those that another leader heard.
+        self._before: list[int] = []
         self._counts: tuple[int, int] | None = None  # one moment as checkpoints and as progress count it
         self._trained: int | None = None  # the last step of this generation, where ranks tell that
+        self._paced: int | None = None  # the last step that the rate knows
 
     @property
     def ranks_save(self) -> bool:
@@ -60,11 +63,12 @@ class CheckpointMeter:
             last_step: The last step of the one before it, as its progress has it; None where no rank has reported one.
         """
         last_step = self.find_trained_step(last_step)
+        if self._said.restored is not None:  # what was lost before it is told already
+            self._before = []
+            last_step = self._said.restored if last_step is None else last_step
         if last_step is not None:
-            self._before = last_step
-        elif self._said.restored is not None:  # what was lost before it is told already
-            self._before = self._said.restored
-        self._teller, self._said, self._trained = -1, RankCheckpoint(), None
+            self._before.append(last_step)
+        self._teller, self._said, self._trained, self._paced = -1, RankCheckpoint(), None, None
         self._rate.restart()
 
     def update(self, wall: float, generation: tuple[int, int], ranks: Iterable[RankProgress]) -> bool:
@@ -90,10 +94,8 @@ class CheckpointMeter:
             if said.trained_step is not None:
                 if said.trained_step != before.trained_step:
                     self._note_counts(said, rank.step)
-                trained = self.find_trained_step(rank.step)
-                if trained is not None and trained != self._trained:
-                    self._rate.note(wall, trained)
-                self._trained = trained
+                self._trained = self.find_trained_step(rank.step)
+                self._note_pace(wall, rank.step)
             if said.checkpoints_failed is not None:
                 self._failed = said.checkpoints_failed
             if said.restored is not None and said.restored != before.restored:
@@ -106,6 +108,14 @@ class CheckpointMeter:
             progress = said.progress_step
         if said.trained_step is not None and progress is not None:
             self._counts = said.trained_step, progress
+
+    def _note_pace(self, wall: float, progress: int | None) -> None:
+        # What is lost of who saves by itself are steps of its progress: by the numbers of checkpoints they go back with
+        # each save.
+        step = self._trained if self.counted_step is not None or progress is None else progress
+        if step is not None and step != self._paced:
+            self._rate.note(wall, step)
+        self._paced = step
 
     def to_json(self) -> dict[str, Any] | None:
         """Return what `/v1/state` says; None where no rank has said anything."""
@@ -131,5 +141,5 @@ class CheckpointMeter:
             "tier": said.restored_from or "",
             "seconds": None if said.restored_ms is None else said.restored_ms / 1000,
             "passedOver": said.restored_over or 0,
-            "lostSteps": None if self._before is None else max(0, self._before - step),
+            "lostSteps": sum(max(0, last - step) for last in self._before) if self._before else None,
         }

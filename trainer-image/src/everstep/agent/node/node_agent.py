@@ -78,10 +78,9 @@ class NodeAgent:
         self._stalls = StallDetector(clock, lease_clock, min(1.0, config.fence_timeout / 4))
         self._fence = FenceFile(place.scratch / "fence.json", config.attempt_base)
         self._checkpoint_request = CheckpointRequestFile(place.checkpoint_request)
-        self._fenced = False
         self._given_up = (0, 0)  # (epoch, generation) of the ranks that were stopped for want of a lease or a place
         self._channel: Channel | None = None
-        self._heard = 0.0
+        self._heard, self._fenced = 0.0, False
         self._started: set[int] = set()  # ranks
         self._exits: list[ProcessExit] = []
         self._clean, self._unclean, self._given_up_because = True, "", ""
@@ -301,12 +300,13 @@ class NodeAgent:
             if self.linked and not self._clean:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._nobody_saves.wait(), compute_save_seconds(grace) + REPLY_SECONDS)
+        if self.ended.done():  # finish() ends what is left, and gives writers of checkpoints their time
+            await asyncio.sleep(self._leave_at - self._clock())
         self.stop(grace)
         while self._stopping is not None and not self._stopping.done():
             await asyncio.wait([self._stopping])
         code = next((e.exit_code for e in self._exits if not e.ok), 128 + signal.SIGTERM)
-        result = UNCLEAN if self._unclean else LEFT
-        self._end(AgentExit(result, code, self._unclean or "the pod was told to stop"))
+        self._end(AgentExit(UNCLEAN if self._unclean else LEFT, code, self._unclean or "the pod was told to stop"))
 
     def crash(self, error: BaseException) -> None:
         """End after a mistake in the agent. Half an agent is worse than none: the pod fails, and the operator replaces

@@ -206,7 +206,8 @@ class Supervisor:
     async def end_writers(self, seconds: float) -> None:
         """Have the processes that store checkpoints end, all of whose ranks have: a rank may have left its session
         open, and what it saved last be on its way."""
-        await self._processes.end_named(WRITER_NAME, time.monotonic() + seconds)
+        if await self._processes.end_named(WRITER_NAME, time.monotonic() + seconds):
+            self.log(f"everstep: what was saved last is not stored after {seconds:g} s, and is lost: see close()")
 
     async def signal(self, signum: int) -> set[int]:
         """Forward a signal to all ranks; the PIDs of those that heard it, see ChildProcesses.forward."""

@@ -224,13 +224,15 @@ class ChildProcesses:
             pause = min(pause * 1.5, 0.1)
             left = self.living(left)
 
-    async def end_named(self, name: str, deadline: float) -> None:
-        """Send TERM to the processes of this name, and wait for their end until `deadline` (monotonic)."""
+    async def end_named(self, name: str, deadline: float) -> set[int]:
+        """Send TERM to the processes of this name, and wait for their end until `deadline` (monotonic). Return those
+        that are left."""
         others = await in_thread_if_possible(self._others, "look-at-processes")
         found = [pid for pid in others if (read_stat(pid) or ("",))[0] == name]
         for pid in found:
             _kill_process(pid, signal.SIGTERM)
         await self.wait_until_ended(found, deadline)
+        return self.living(found)
 
     def forget_seen(self) -> None:
         """Start to remember anew: PIDs are used again."""

@@ -66,8 +66,11 @@ def _digest(value: Any, number: int) -> int | None:
     if number % _OFTEN and any(each.device.type != "cpu" for each in tensors):
         return None
     digest = 0
-    for tensor in tensors:
-        digest = zlib.crc32(_take_elements(tensor.detach()).numpy().tobytes(), digest)
+    try:
+        for tensor in tensors:
+            digest = zlib.crc32(_take_elements(tensor.detach()).numpy().tobytes(), digest)
+    except (RuntimeError, TypeError):  # a class of somebody's own, whose elements are not to be had so
+        return None
     return digest
 
 
