@@ -22,7 +22,8 @@ def test_the_columns_tell_phase_ready_step_and_restarts(cluster: Cluster, namesp
 
     # Two reports that come in any order: the leader's of a step, and each kubelet's of its own probe.
     def trains_on_both_nodes(job: Object) -> bool:
-        return job["status"].get("progress", {}).get("step", 0) > 0 and job["status"].get("readyNodes") == 2
+        status: Object = job["status"]
+        return status.get("progress", {}).get("step", 0) > 0 and bool(status.get("readyNodes") == 2)
 
     job = cluster.wait_job(namespace, "seen", trains_on_both_nodes, 60, "a step, and both nodes ready")
     table = cluster.kubectl("get", "tj", "-n", namespace)
