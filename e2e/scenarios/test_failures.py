@@ -17,6 +17,15 @@ time.sleep(600)
 """
 
 
+STUBBORN = """
+import os, signal, sys, time
+if os.environ['RANK'] == '1':
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('this is', sys.argv[1], flush=True)
+time.sleep(600)
+"""
+
+
 def generation(job: Object) -> tuple[int, int]:
     status = job.get("status", {})
     return status.get("epoch", 0), status.get("generation", 0)
@@ -152,6 +161,24 @@ def test_delete_leaves_nothing(cluster: Cluster, namespace: str) -> None:
 
     # The pods' ranks sleep through TERM only as long as Python's default handler takes: at once.
     wait(lambda: not left(), 60, "nothing of the job left")
+
+
+def test_a_job_that_is_applied_anew_beside_pods_of_the_former_one_runs_its_own_manifest(
+    cluster: Cluster, namespace: str
+) -> None:
+    """The kubelet of their node gives each pod what it has read of an immutable object, by its name."""
+    node = next(each for each in cluster.items("/api/v1/nodes") if not each["spec"].get("taints"))
+    # Rank 1 ends with its grace, so the first pod of the new job is made while the second one of the former job stops.
+    selector = {"kubernetes.io/hostname": node["metadata"]["name"]}
+    template: Object = {"nodeSelector": selector, "terminationGracePeriodSeconds": 20}
+    for which in ("former", "new"):
+        job = training_job("again", [*python(STUBBORN), which], numNodes=2, podTemplate={"spec": template})
+        cluster.apply(job, namespace=namespace)
+        running(cluster, namespace, "again")
+        wait(lambda: cluster.all_logs(namespace, "again").count("this is") == 2, 30, "both ranks say what they are")
+        assert cluster.all_logs(namespace, "again").count(f"this is {which}") == 2
+        if which == "former":
+            cluster.kubectl("delete", "tj", "-n", namespace, "again")
 
 
 def test_ttl_deletes_a_finished_job(cluster: Cluster, namespace: str) -> None:

@@ -19,6 +19,7 @@ from everstep.agent.launch.mpi_flavors import (
     make_idle_variables,
     read_rank,
 )
+from everstep.agent.ranks import environment
 from everstep.agent.ranks.container_contract import (
     MAX_VARIABLE_BYTES,
     ContractFacts,
@@ -259,3 +260,22 @@ def test_below_mpirun_programs_are_found_as_in_the_image() -> None:
 def test_ranks_that_share_processors_give_way_while_they_wait() -> None:
     assert make_idle_variables(ranks_on_node=4, cpus=4) == {}
     assert make_idle_variables(ranks_on_node=4, cpus=3) == {"OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "env", "expected"),
+    [
+        ("10.0.0.5", "algo-2", {}, {}),
+        ("10.0.0.5", "worker-7", {}, {"GLOO_SOCKET_IFNAME": "bond0"}),
+        ("10.0.0.5", "worker-7", {"GLOO_SOCKET_IFNAME": "ib0"}, {}),
+        ("10.0.0.6", "worker-7", {}, {}),
+        ("127.0.0.2", "laptop", {}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}),
+    ],
+)
+def test_gloo_is_told_its_interface_where_the_hosts_name_is_not_the_pods(
+    monkeypatch: pytest.MonkeyPatch, address: str, name: str, env: dict[str, str], expected: dict[str, str]
+) -> None:
+    """A pod with `hostNetwork` has the node's name, which may stand for the loopback or for nothing."""
+    monkeypatch.setattr(environment, "find_interface", {"10.0.0.5": "bond0"}.get)
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    assert environment.make_network_variables(address, "algo-2", env) == expected

@@ -18,6 +18,7 @@ from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.rbac import USED_PERMISSIONS
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
+from everstep_operator.plan.agent_volume import make_template_name
 from tests.integration.conftest import USER
 from tests.integration.inprocess import Simulation, operator
 from tests.integration.world import OperatorProcess, World, until
@@ -100,7 +101,9 @@ async def test_applying_the_same_again_changes_nothing(world: World) -> None:
 
 @pytest.mark.parametrize("resource", [SERVICES, PODS, CONFIG_MAPS])
 async def test_what_belongs_to_somebody_else_is_never_adopted(world: World, resource: Any) -> None:
-    name = {"services": "digits", "pods": "digits-1", "configmaps": "digits-1"}[resource.plural]
+    job = await world.submit("digits", numNodes=2, suspend=True)
+    of_template = make_template_name("digits", job["metadata"]["uid"], 1)
+    name = {"services": "digits", "pods": "digits-1", "configmaps": of_template}[resource.plural]
     specs: dict[str, dict[str, Any]] = {
         "services": {"spec": {"ports": [{"port": 80}]}},
         "pods": {"spec": {"containers": [{"name": "a", "image": "b"}]}},
@@ -108,7 +111,7 @@ async def test_what_belongs_to_somebody_else_is_never_adopted(world: World, reso
     }
     body = {"metadata": {"name": name}, **specs[resource.plural]}
     theirs = await world.client.create(resource, world.namespace, body)
-    await world.submit("digits", numNodes=2)
+    await world.change("digits", suspend=False)
 
     async def told() -> bool:
         status = (await world.job("digits")).get("status") or {}
@@ -263,13 +266,15 @@ async def test_a_forged_or_unsigned_template_gives_no_pod_and_ends_no_job(
     operator: OperatorProcess, world: World
 ) -> None:
     """A user with rights on ConfigMaps alone, and an operator that starts: it has no template in its memory."""
+    templates = {}
     for name in ("forged", "unsigned"):
-        await world.submit(name, numNodes=2)
+        uid = (await world.submit(name, numNodes=2))["metadata"]["uid"]
+        templates[name] = make_template_name(name, uid, 1)
         await world.until_pods(name, 2)
     assert operator.stop() == 0
     for name in ("forged", "unsigned"):
-        found = await world.client.get(CONFIG_MAPS, world.namespace, f"{name}-1")
-        await world.client.delete(CONFIG_MAPS, world.namespace, f"{name}-1", uid=None)
+        found = await world.client.get(CONFIG_MAPS, world.namespace, templates[name])
+        await world.client.delete(CONFIG_MAPS, world.namespace, templates[name], uid=None)
         pod = json.loads(found["data"]["template.json"])
         if name == "forged":
             pod["spec"]["hostPID"] = True
@@ -287,7 +292,7 @@ async def test_a_forged_or_unsigned_template_gives_no_pod_and_ends_no_job(
         assert "privileged" not in (new["spec"]["containers"][0].get("securityContext") or {})
         assert new["metadata"]["labels"]["everstep.dev/template"] == "1", "the other pod stays in the same set"
         assert old["metadata"]["labels"]["everstep.dev/template"] == "1"
-        made = await world.client.get(CONFIG_MAPS, world.namespace, f"{name}-1")
+        made = await world.client.get(CONFIG_MAPS, world.namespace, templates[name])
         assert "hostPID" not in made["data"]["template.json"]
         assert len(made["data"]["signature"]) == 64
         assert (await world.job(name))["status"]["phase"] not in ("Failed", "Succeeded")

@@ -9,7 +9,7 @@ from typing import Any
 from e2e.cluster.controlplane import ControlPlane
 from everstep.agent.wire.auth import job_token
 from everstep_operator.cluster.resources import CONFIG_MAPS, PODS, SECRETS, SERVICES
-from everstep_operator.plan.agent_volume import find_token_secret
+from everstep_operator.plan.agent_volume import find_token_secret, make_template_name
 from tests.integration.conftest import KEY
 from tests.integration.inprocess import operator
 from tests.integration.world import FakeLeader, World, until
@@ -54,7 +54,7 @@ async def test_everything_a_job_needs_is_made_before_its_pods(world: World) -> N
     assert secret["metadata"]["name"] == find_token_secret(pods[0]["spec"])
     assert base64.b64decode(secret["data"]["token"]) == job_token(KEY, uid, 1)
     assert secret["immutable"] is True
-    template = await world.client.get(CONFIG_MAPS, world.namespace, "digits-1")
+    template = await world.client.get(CONFIG_MAPS, world.namespace, make_template_name("digits", uid, 1))
     assert set(template["data"]) >= {"job.json", "template.json"}
     agents = [m for m in await world.all(CONFIG_MAPS) if m["metadata"]["name"].startswith("everstep-agent-")]
     assert len(agents) == 1

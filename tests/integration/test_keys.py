@@ -12,7 +12,7 @@ import pytest
 
 from everstep.agent.wire.auth import job_token
 from everstep_operator.cluster.resources import CONFIG_MAPS, SECRETS
-from everstep_operator.plan.agent_volume import find_token_secret
+from everstep_operator.plan.agent_volume import find_token_secret, make_template_name
 from tests.integration.conftest import KEY
 from tests.integration.inprocess import Simulation
 from tests.integration.world import OperatorProcess, World, until
@@ -50,7 +50,8 @@ async def test_a_running_job_keeps_its_pods_its_token_and_its_template_over_a_ro
     async with Simulation(world, "digits") as simulation:  # its leader has the token of the first key
         await world.until_phase("digits", "Running", seconds=120)
         before = await world.pods("digits")
-        template = await world.client.get(CONFIG_MAPS, world.namespace, "digits-1")
+        name = make_template_name("digits", uid, 1)
+        template = await world.client.get(CONFIG_MAPS, world.namespace, name)
         token = await tokens(world, "digits")
         assert [*token.values()] == [job_token(KEY, uid, 1)]
         assert await asyncio.to_thread(operator.stop) == 0
@@ -68,7 +69,7 @@ async def test_a_running_job_keeps_its_pods_its_token_and_its_template_over_a_ro
         await until(replaced, "the lost pod is replaced", 120)
         assert (await world.pods("digits"))[0]["metadata"]["uid"] == before[0]["metadata"]["uid"]
         assert await tokens(world, "digits") == token
-        assert await world.client.get(CONFIG_MAPS, world.namespace, "digits-1") == template
+        assert await world.client.get(CONFIG_MAPS, world.namespace, name) == template
 
         other = await world.submit("new", numNodes=1)
         await world.until_pods("new", 1, seconds=120)

@@ -10,6 +10,7 @@ import pytest
 
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES
+from everstep_operator.plan.agent_volume import make_template_name
 from tests.integration.inprocess import Fault, InjectedClient, Simulation, flaky, operator
 from tests.integration.world import World, until
 
@@ -25,9 +26,10 @@ async def as_if_nothing_had_happened(world: World, simulation: Simulation, job: 
     assert (status.get("restarts") or {}).get("total", 0) == 0
     assert len(simulation.pods_seen) == NODES, "a pod was made twice"
     assert [s["metadata"]["name"] for s in await world.all(SERVICES)] == [job]
-    of_template = f"{job}-{status['template']['epoch']}"
+    epoch = status["template"]["epoch"]
     (secret,) = [s for s in await world.all(SECRETS) if s["metadata"].get("ownerReferences")]
-    assert secret["metadata"]["name"].startswith(f"{of_template}-")
+    assert secret["metadata"]["name"].startswith(f"{job}-{epoch}-")
+    of_template = make_template_name(job, (await world.job(job))["metadata"]["uid"], epoch)
     assert [m["metadata"]["name"] for m in await world.all(CONFIG_MAPS)][:-1] == [of_template]  # the last: the agent
 
 

@@ -86,9 +86,9 @@ async def test_a_template_of_two_pools_that_was_deleted_is_made_again_for_both(
             pools = [{"name": spot}, {"name": demand}]
             await world.submit("digits", numNodes=2, minOnDemand=1, pools=pools)
             await world.until_phase("digits", "Running")
-        (stored,) = [item for item in await world.all(CONFIG_MAPS) if item["metadata"]["name"] == "digits-1"]
+        (stored,) = [item for item in await world.all(CONFIG_MAPS) if "template.json" in item.get("data", {})]
         assert "on-demand.json" in stored["data"]
-        await world.client.delete(CONFIG_MAPS, world.namespace, "digits-1", uid=None)
+        await world.client.delete(CONFIG_MAPS, world.namespace, stored["metadata"]["name"], uid=None)
         await world.remove((await world.pods("digits"))[0])
         async with operator(control_plane.kubeconfig, world):
 

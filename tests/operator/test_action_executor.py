@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -217,7 +218,8 @@ def resolved(built: TrainingJob, epoch: int) -> FrozenTemplate:
 def of_template(built: TrainingJob, epoch: int) -> tuple[EnsureSecret, EnsureTemplate]:
     frozen = resolved(built, epoch)
     name = template.secret_name_of(frozen)
-    configured = EnsureTemplate(f"digits-{epoch}", epoch, template.build_config_map(built, frozen, KEY))
+    body = template.build_config_map(built, frozen, KEY)
+    configured = EnsureTemplate(body["metadata"]["name"], epoch, body)
     return EnsureSecret(name, epoch, template.build_secret(built, epoch, name)), configured
 
 
@@ -228,8 +230,9 @@ async def test_of_old_templates_only_what_bears_their_name_is_deleted(actor: Act
         secret, configured = of_template(built, epoch)
         made = dict(configured.body)
         objects.there[("secrets", secret.name)] = secret.body
-        objects.there[("configmaps", f"digits-{epoch}")] = {**made, "metadata": {**made["metadata"], "uid": "u"}}
-    lure = objects.there[("configmaps", "digits-1")]
+        objects.there[("configmaps", configured.name)] = {**made, "metadata": {**made["metadata"], "uid": "u"}}
+    old, new = (("configmaps", of_template(built, epoch)[1].name) for epoch in (1, 2))
+    lure = objects.there[old]
     objects.there[("configmaps", "database")] = {
         **lure,
         "metadata": {**lure["metadata"], "name": "database"},
@@ -241,8 +244,8 @@ async def test_of_old_templates_only_what_bears_their_name_is_deleted(actor: Act
         "database",
         of_template(built, 2)[0].name,
     }
-    assert ("configmaps", "digits-2") in objects.there
-    assert ("configmaps", "digits-1") not in objects.there
+    assert new in objects.there
+    assert old not in objects.there
 
 
 async def test_a_forged_template_is_replaced_before_a_pod_can_mount_it(actor: ActionExecutor, objects: Any) -> None:
@@ -251,18 +254,33 @@ async def test_a_forged_template_is_replaced_before_a_pod_can_mount_it(actor: Ac
     _, configured = of_template(built, 1)
     good = {**configured.body, "metadata": {**configured.body["metadata"], "uid": "u"}}
     forged = {**good, "data": {**good["data"], "template.json": '{"spec":{"hostPID":true}}'}}
-    objects.there[("configmaps", "digits-1")] = forged
+    objects.there[("configmaps", configured.name)] = forged
     assert await actor.frozen.get("default", "digits", JOB.uid, 1) is None
     assert await actor.execute(JOB, [configured]) == (None, None)
-    assert objects.there[("configmaps", "digits-1")]["data"] == good["data"]
+    assert objects.there[("configmaps", configured.name)]["data"] == good["data"]
     assert await actor.frozen.get("default", "digits", JOB.uid, 1) == resolved(built, 1)
 
     strangers = {**forged, "metadata": {**forged["metadata"], "ownerReferences": []}}
-    objects.there[("configmaps", "digits-1")] = strangers
+    objects.there[("configmaps", configured.name)] = strangers
     refused, _ = await actor.execute(JOB, [configured])
     assert refused is not None
     assert refused.kind == "Conflict"
-    assert objects.there[("configmaps", "digits-1")] == strangers
+    assert objects.there[("configmaps", configured.name)] == strangers
+
+
+async def test_a_template_that_an_older_operator_has_stored_is_found_and_kept(
+    actor: ActionExecutor, objects: Any
+) -> None:
+    """It left the job's UID out of the name: pods mount it by that name."""
+    built, frozen = job().build(), resolved(job().build(), 1)
+    today = template.config_map_name_of(frozen)
+    older = dataclasses.replace(frozen, pod=json.loads(json.dumps(frozen.pod).replace(today, "digits-1")))
+    body = template.build_config_map(built, older, KEY)
+    assert body["metadata"]["name"] == "digits-1"
+    objects.there[("configmaps", "digits-1")] = body
+    assert await actor.frozen.get("default", "digits", JOB.uid, 1) == older
+    assert await actor.execute(JOB, [EnsureTemplate("digits-1", 1, body)]) == (None, None)
+    assert list(objects.there) == [("configmaps", "digits-1")]
 
 
 async def test_no_pod_is_made_with_other_code_under_the_name_of_an_older_agent(

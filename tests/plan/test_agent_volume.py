@@ -11,7 +11,7 @@ import pytest
 
 from everstep.agent.config import AgentPaths, load_config
 from everstep_operator.plan.actions import CreatePods, EnsureAgent, EnsureSecret
-from everstep_operator.plan.agent_volume import find_agent_config_map, find_token_secret, list_template_config_maps
+from everstep_operator.plan.agent_volume import find_agent_config_map, find_token_secret
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.observation import parse_pod
 from everstep_operator.plan.plan_settings import PlanSettings
@@ -37,11 +37,13 @@ def make_spec(name: str) -> dict[str, Any]:
 
 
 def make_older(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a template's spec, or a pod's, as operators made it that gave an agent three volumes and variables."""
+    """Return a template's spec, or a pod's, as operators made it that gave an agent three volumes and variables, and
+    named a template without the job's UID."""
+    older = find_token_secret(spec).rpartition("-")[0]
     items = [{"key": "job.json", "path": "job.json"}]
     old = [
         {"name": "everstep-agent", "configMap": {"name": find_agent_config_map(spec)}},
-        {"name": "everstep-job", "configMap": {"name": next(list_template_config_maps(spec)), "items": items}},
+        {"name": "everstep-job", "configMap": {"name": older, "items": items}},
         {"name": "everstep-token", "secret": {"secretName": find_token_secret(spec), "defaultMode": 0o440}},
     ]
     (trainer,) = spec["containers"]
@@ -101,13 +103,42 @@ def test_an_agent_knows_its_pod_by_the_volume_or_by_the_variable_of_an_older_tem
     assert load_config(paths, environ).pod_uid == "0a1b-2c3d"
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_job_that_is_applied_anew_mounts_nothing_by_a_name_of_its_predecessors(plain: bool) -> None:
+    """A kubelet with pods of both, for the former ones stop slowly, gives the new ones what it has read of a name."""
+
+    def list_references(uid: str) -> set[str]:
+        made = resolve_template(
+            job().meta(uid=uid).build(), epoch=1, pool=None, plain=plain, settings=PlanSettings(agent_digest=AGENT)
+        )
+        assert isinstance(made, FrozenTemplate)
+        spec = build_pod(made, 0, 1)["spec"]
+        (trainer,) = spec["containers"]
+        sources = [
+            source.get(kind) or {}
+            for volume in spec["volumes"]
+            for source in (volume.get("projected") or {}).get("sources") or ()
+            for kind in ("configMap", "secret")
+        ]
+        values = [(each.get("valueFrom") or {}).get("configMapKeyRef") or {} for each in trainer["env"]]
+        names = {str(each["name"]) for each in (*sources, *values) if each.get("name")}
+        assert not plain or len(names) == 1, "its volume and its variables are of one ConfigMap"
+        return names - {find_agent_config_map(spec)}
+
+    former, anew = list_references("1b4e28ba-2fa1"), list_references("6fa459ea-ee8a")
+    assert former
+    assert not former & anew
+
+
 def test_a_job_of_an_older_operator_goes_on_as_it_began() -> None:
     world = World(job().nodes(2).build()).run("Running")
     frozen = world.observe().frozen
     assert frozen is not None
     agent, token = find_agent_config_map(frozen.pod["spec"]), find_token_secret(frozen.pod["spec"])
     older = replace(frozen, pod={**frozen.pod, "spec": make_older(frozen.pod["spec"])})
-    world.config_maps["digits-1"] = build_config_map(world.job, older, world.settings.operator_key)
+    body = build_config_map(world.job, older, world.settings.operator_key)
+    assert body["metadata"]["name"] == "digits-1"
+    world.config_maps = {"digits-1": body}
     world.vanish(1)
     actions = world.reconcile().actions
     assert [a.name for a in actions if isinstance(a, EnsureAgent)] == [agent]

@@ -50,6 +50,7 @@ from everstep_operator.plan.observation import (
 )
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
+from everstep_operator.plan.template import config_map_name_of
 from tests.builders import CREATED
 from tests.plan.simulated_leader import SimulatedLeader
 from tests.plan.simulated_templates import find_frozen_template
@@ -100,9 +101,8 @@ class World:
 
     def observe(self, *, pods: dict[str, PodView] | None = None, rejection: Rejection | None = None) -> Observation:
         template = self.job.status.template
-        found = self.config_maps.get(f"{self.job.metadata.name}-{template.epoch}") if template else None
         seen = self.pods if pods is None else pods
-        frozen = find_frozen_template(self.job, found, template.epoch, self.settings) if found and template else None
+        frozen = find_frozen_template(self.job, self.config_maps, self.settings) if template else None
         return Observation(
             job=self.job,
             pods=tuple(seen.values()),
@@ -204,7 +204,7 @@ class World:
 
     def _act(self, action: Action) -> None:
         if isinstance(action, CreatePods):
-            assert f"{self.job.metadata.name}-{action.frozen.epoch}" in self.config_maps, "pods before their template"
+            assert config_map_name_of(action.frozen) in self.config_maps, "pods before their template"
             self.requests += len(action.indices) - 1
             for index in action.indices:
                 self._create(build_pod(action.frozen, index, action.epoch, action.leader, action.avoid))

@@ -1,6 +1,8 @@
-"""The jobs' frozen templates: ConfigMap `<job>-<t>`, immutable, so read once and kept while the job is active."""
+"""The jobs' frozen templates: ConfigMaps, immutable, so read once and kept while the job is active."""
 
 from __future__ import annotations
+
+import contextlib
 
 import structlog
 
@@ -8,6 +10,7 @@ from everstep_operator.cluster import errors
 from everstep_operator.cluster.api_answer import ApiObject
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import CONFIG_MAPS
+from everstep_operator.plan.agent_volume import make_template_name
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.template import read_frozen_template
 
@@ -31,11 +34,12 @@ class FrozenTemplates:
             return known
         if self._damaged.get(uid) == template:
             return None
-        try:
-            found = await self._client.get(CONFIG_MAPS, namespace, f"{job}-{template}")
-        except errors.NotFound:
-            return None
-        return self.put(namespace, uid, template, found)
+        for name in (make_template_name(job, uid, template), f"{job}-{template}"):  # the latter by an older operator
+            with contextlib.suppress(errors.NotFound):
+                found = await self._client.get(CONFIG_MAPS, namespace, name)
+                if (frozen := self.put(namespace, uid, template, found)) is not None:
+                    return frozen
+        return None
 
     def put(self, namespace: str, uid: str, template: int, config_map: ApiObject) -> FrozenTemplate | None:
         """Keep what a ConfigMap holds for the job of this UID.

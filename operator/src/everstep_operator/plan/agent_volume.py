@@ -7,6 +7,7 @@ the three: everything here reads both.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,24 @@ VOLUME, FOLDER = "everstep-agent", "/opt/everstep/agent"
 _CONFIG_VOLUME = "everstep-config"  # of plain mode: no agent, but the files of the template's ConfigMap
 _JOB = "job.json"
 _OLD_JOB, _OLD_TOKEN = "everstep-job", "everstep-token"
+_UID_DIGITS = 8
+
+
+def make_template_name(job: str, uid: str, epoch: int) -> str:
+    """Return the name of the ConfigMap that keeps the template of an epoch.
+
+    Kubelets read what is immutable once, and believe it for as long as any pod on their node mounts something of that
+    name. A job that is applied while pods of a former one of its name still stop would run what that one ran.
+
+    Args:
+        job: Name of the job.
+        uid: UID of the job: a former job of the same name has other ConfigMaps.
+        epoch: The template epoch.
+
+    Returns:
+        `<job>-<epoch>-` and 8 hexadecimal digits. Older operators left out the digits.
+    """
+    return f"{job}-{epoch}-{hashlib.sha256(uid.encode()).hexdigest()[:_UID_DIGITS]}"
 
 
 def build_agent_volume(*, agent: str, template: str, token: str) -> dict[str, Any]:
@@ -65,12 +84,23 @@ def find_agent_config_map(spec: Mapping[str, Any]) -> str:
     return ""
 
 
-def list_template_config_maps(spec: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of ConfigMaps of which one is the template's, `<job>-<t>`, and the first with such a name is.
+def find_template_config_map(spec: Mapping[str, Any], job: str) -> tuple[str, str] | None:
+    """Return the name of the template's ConfigMap that a pod mounts, and the epoch in it; None if it mounts none.
 
     Args:
-        spec: A pod's.
+        spec: The pod's.
+        job: Name of the job.
     """
+    for name in _list_config_maps(spec) if job else ():
+        epoch, dash, digits = name.removeprefix(f"{job}-").partition("-")
+        is_whole = len(digits) == _UID_DIGITS if dash else name != epoch
+        if name.startswith(f"{job}-") and epoch.isdecimal() and is_whole:
+            return name, epoch
+    return None
+
+
+def _list_config_maps(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of ConfigMaps of which one is the template's: the first with such a name is."""
     for volume in spec.get("volumes") or ():
         name = volume.get("name")
         # An older pod's own volume for the agent comes before that of a job that is called `everstep-agent`.

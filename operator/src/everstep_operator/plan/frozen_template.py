@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class FrozenTemplate:
-    """The immutable ConfigMap `<job>-<t>` of the current template epoch, as it was read, its signature verified."""
+    """The immutable ConfigMap of the current template epoch, as it was read, its signature verified."""
 
     epoch: int
     pod: Mapping[str, Any]  # template.json

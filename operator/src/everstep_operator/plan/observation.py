@@ -19,7 +19,7 @@ from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.plan.actions import Action
 from everstep_operator.plan.affinity import list_excluded_nodes
-from everstep_operator.plan.agent_volume import find_token_secret, list_template_config_maps
+from everstep_operator.plan.agent_volume import find_template_config_map, find_token_secret
 from everstep_operator.plan.container_waits import find_container_wait
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.kubelet_ends import find_kubelet_end
@@ -317,11 +317,9 @@ def _parse_index(name: str, job: str, labels: Mapping[str, Any]) -> int:
 
 
 def _parse_template_epoch(spec: Mapping[str, Any], job: str, labels: Mapping[str, Any]) -> int:
-    """Return the epoch of the template: its ConfigMap is `<job>-<t>`, and volumes stay as they are."""
-    names = (name.rpartition("-") for name in list_template_config_maps(spec)) if job else ()
-    if (found := next((epoch for name, _, epoch in names if name == job), None)) is not None:
-        return parse_ordinal(found, -1)
-    return parse_ordinal(labels.get(LABEL_TEMPLATE), -1)
+    """Return the epoch of the template: the name of its ConfigMap has it, and volumes stay as they are."""
+    found = find_template_config_map(spec, job)
+    return parse_ordinal(found[1] if found is not None else labels.get(LABEL_TEMPLATE), -1)
 
 
 def _parse_fixed_epoch(spec: Mapping[str, Any]) -> int:

@@ -28,7 +28,7 @@ from everstep_operator.plan.mixed_pools import resolve_for_pools
 from everstep_operator.plan.observation import GangView, Observation, PodView
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES, PlanContext
-from everstep_operator.plan.pod_manifest import build_pod, make_template_name
+from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.pool_selection import PoolSelection
 from everstep_operator.plan.template import RejectedTemplate
 
@@ -258,7 +258,7 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
             actions.append(DryRun(build_pod(frozen, frozen.num_on_demand, epoch)))
     if s.wanted > 1:
         actions.append(EnsureService(job.metadata.name, template.build_service(job, settings)))
-    name = make_template_name(job.metadata.name, t)
+    name = template.config_map_name_of(frozen)
     if not frozen.job.get("plain"):
         # By the template's name too: nothing else is mounted by the pods that come of it.
         token = template.secret_name_of(frozen)

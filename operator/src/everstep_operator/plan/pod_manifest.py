@@ -11,6 +11,7 @@ from typing import Any
 
 from everstep_operator.plan import plain_mode
 from everstep_operator.plan.affinity import exclude_nodes, prefer_other_nodes
+from everstep_operator.plan.agent_volume import find_template_config_map
 from everstep_operator.plan.folder_publisher import select_folder_containers
 from everstep_operator.plan.frozen_template import FrozenTemplate
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
@@ -24,11 +25,6 @@ MANAGED_BY_LABEL = {"app.kubernetes.io/managed-by": "everstep"}
 def make_pod_name(job: str, index: int) -> str:
     """Return the name of a pod. The name is the lock of its index: the API server lets one object have it at a time."""
     return f"{job}-{index}"
-
-
-def make_template_name(job: str, epoch: int) -> str:
-    """Return the name of the ConfigMap that keeps the template of an epoch."""
-    return f"{job}-{epoch}"
 
 
 def build_pod(
@@ -71,7 +67,8 @@ def build_pod(
     annotations = dict(metadata.get("annotations") or {})
     if frozen.job.get("plain"):
         annotations |= plain_mode.build_pod_annotations(frozen.job, index)
-        config_map = make_template_name(name, frozen.epoch)
+        mounted = find_template_config_map(pod["spec"], name)
+        config_map = mounted[0] if mounted is not None else ""
         body["spec"]["containers"] = _change_trainer(
             pod,
             lambda trainer: {

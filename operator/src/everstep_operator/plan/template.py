@@ -37,7 +37,7 @@ from everstep_operator.plan.observation import TRAINER_CONTAINER
 from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.overlay import merge_overlay, normalize_mount_path
 from everstep_operator.plan.plan_settings import PlanSettings
-from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference, make_template_name
+from everstep_operator.plan.pod_manifest import MANAGED_BY_LABEL, build_owner_reference
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
 from everstep_operator.plan.template_field_types import find_misshapen_field
 
@@ -133,7 +133,7 @@ def resolve_template(
 
 
 def build_config_map(job: TrainingJob, frozen: FrozenTemplate, key: bytes) -> dict[str, Any]:
-    """Return the immutable ConfigMap `<job>-<t>`, signed.
+    """Return the immutable ConfigMap of a template, signed.
 
     Args:
         job: The job that owns it.
@@ -149,7 +149,7 @@ def build_config_map(job: TrainingJob, frozen: FrozenTemplate, key: bytes) -> di
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _build_metadata(job, frozen.epoch),
+        "metadata": _build_metadata(job, config_map_name_of(frozen), frozen.epoch),
         "immutable": True,
         "data": data,
     }
@@ -157,13 +157,13 @@ def build_config_map(job: TrainingJob, frozen: FrozenTemplate, key: bytes) -> di
 
 def build_secret(job: TrainingJob, epoch: int, name: str) -> dict[str, Any]:
     """Return the immutable Secret `name`, still without its token."""
-    meta = {**_build_metadata(job, epoch), "name": name}
+    meta = _build_metadata(job, name, epoch)
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "type": "Opaque"}
 
 
 def build_service(job: TrainingJob, settings: PlanSettings) -> dict[str, Any]:
     """Return the headless Service that gives the pods their names before they are ready."""
-    meta = _build_metadata(job, None)
+    meta = _build_metadata(job, job.metadata.name)
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -180,6 +180,17 @@ def build_service(job: TrainingJob, settings: PlanSettings) -> dict[str, Any]:
 def secret_name_of(frozen: FrozenTemplate) -> str:
     """Return the name of the Secret that the template's pods mount, or nothing where they mount none."""
     return agent_volume.find_token_secret(frozen.pod["spec"])
+
+
+def config_map_name_of(frozen: FrozenTemplate) -> str:
+    """Return the name of the ConfigMap that keeps the template, which its pods mount."""
+    about = frozen.job["job"]
+    mounted = agent_volume.find_template_config_map(frozen.pod["spec"], about["name"])
+    return (
+        mounted[0]
+        if mounted is not None
+        else agent_volume.make_template_name(about["name"], about["uid"], frozen.epoch)
+    )
 
 
 def read_frozen_template(
@@ -225,12 +236,12 @@ def _sign_template(data: Mapping[str, str], namespace: str, uid: str, epoch: int
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def _build_metadata(job: TrainingJob, epoch: int | None) -> dict[str, Any]:
+def _build_metadata(job: TrainingJob, name: str, epoch: int | None = None) -> dict[str, Any]:
     labels = {**MANAGED_BY_LABEL, LABEL_JOB: job.metadata.name}
     if epoch is not None:
         labels[LABEL_TEMPLATE] = str(epoch)
     return {
-        "name": job.metadata.name if epoch is None else make_template_name(job.metadata.name, epoch),
+        "name": name,
         "namespace": job.metadata.namespace,
         "labels": labels,
         "ownerReferences": [build_owner_reference(job.metadata.name, job.metadata.uid)],
@@ -303,7 +314,7 @@ def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dic
 
 
 def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSettings) -> list[dict[str, Any]]:
-    name = make_template_name(job.metadata.name, epoch)
+    name = agent_volume.make_template_name(job.metadata.name, job.metadata.uid, epoch)
     shared_memory, checkpoint_memory = limit_memory_volumes(job)
     volumes: list[dict[str, Any]] = [
         {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},

@@ -350,7 +350,8 @@ class Supervisor:
         make_contract_folders(list_contract_folders(facts))
         own = None if config.owns_input else place.scratch / "config"
         write_contract_files(build_contract_files(facts), own, self.log)
-        return {**environment.make_network_variables(address), **build_sm_environment(facts), **self._config.variables}
+        network = environment.make_network_variables(address, facts.current_host, self._base)
+        return {**network, **build_sm_environment(facts), **self._config.variables}
 
     def _variables(self, layout: GenerationLayout, place: RankPlacement) -> dict[str, str]:
         return build_rank_variables(

@@ -165,10 +165,22 @@ def find_interface(address: str) -> str | None:
     return None
 
 
-def make_network_variables(address: str) -> dict[str, str]:
-    """Return variables for nodes that are processes of one machine: Gloo and NCCL look up the host's name and skip the
-    loopback, which is right in a pod only."""
+def make_network_variables(address: str, host: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for nodes whose host's name does not stand for their address.
+
+    Gloo looks the name up, and Gloo and NCCL skip the loopback. For nodes that are processes of one machine both are
+    wrong. A pod in the network of its node has the node's name, which often stands for the loopback, or for nothing:
+    Gloo takes the loopback then, and ranks of other nodes cannot connect.
+
+    Args:
+        address: The node's.
+        host: The name that its pod has in a network of its own.
+        env: The container's environment: an interface that somebody set is kept.
+    """
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(address).is_loopback:
             return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return {}
+    if socket.gethostname() == host or env.get("GLOO_SOCKET_IFNAME"):
+        return {}
+    interface = find_interface(address)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
