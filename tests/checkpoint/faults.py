@@ -40,12 +40,16 @@ _REFUSALS = {Fault.ERROR: (500, "InternalError"), Fault.SLOW_DOWN: (503, "SlowDo
 
 @dataclass
 class FaultProxy:
-    """`choose(n, request)` says what befalls the n-th request (from 1); all that came are in `requests`."""
+    """`choose(n, request)` says what befalls the n-th request (from 1); all that came are in `requests`.
+
+    `refuse` says with which status and code a server rejects a kind of request for good.
+    """
 
     port: int
     requests: list[Request] = field(default_factory=list)
     keep: Callable[[bytes], int] = lambda answer: len(answer) // 2
     choose: Chooser = lambda _number, _request: None
+    refuse: Callable[[Request], tuple[int, str] | None] = lambda _request: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -102,7 +106,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do(self) -> None:
         server = cast(_Server, self.server)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = server.proxy.fault_of(Request(self.command, self.path))
+        request = Request(self.command, self.path)
+        fault = server.proxy.fault_of(request)
+        if (refusal := server.proxy.refuse(request)) is not None:
+            return self._refuse(*refusal)
         if fault is Fault.RESET:
             return self._reset()
         if fault is Fault.SILENCE:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 import everstep  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.exchange import importing  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
@@ -254,3 +255,30 @@ def test_a_checkpoint_that_does_not_say_versions_is_taken_for_one_of_the_module_
     everstep.load_into(tmp_path / "store", model=other)
     assert torch.equal(other.weight, made(1).weight)
     assert not hasattr(everstep.load(tmp_path / "store")["model"], "_metadata")
+
+
+class Packed(nn.Module):  # type: ignore[misc]
+    """Says beside its weight what it keeps in plain attributes, as 4-bit weights do, and takes none of it back."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 3))
+        self.table = torch.rand(4)
+        self.scale = scale
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}table"] = self.table
+        destination[f"{prefix}scale"] = torch.tensor([self.scale])
+
+
+@pytest.mark.parametrize("scale", [2.0, float("nan")])
+def test_what_a_module_says_and_does_not_take_back_is_as_it_was_or_an_error(tmp_path: Path, scale: float) -> None:
+    saved = nn.Sequential(Packed(scale))
+    save(tmp_path, model=saved)
+    alike = nn.Sequential(Packed(scale))
+    everstep.load_into(tmp_path, model=alike)
+    assert torch.equal(alike[0].table, saved[0].table)
+    assert torch.equal(alike[0].weight, saved[0].weight)
+    with pytest.raises(CheckpointError, match=r"model\.0\.scale is made by the module's state_dict\(\)"):
+        everstep.load_into(tmp_path, model=nn.Sequential(Packed(3.0)))

@@ -196,6 +196,33 @@ class TestServer:
         left = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
         assert {upload["Key"] for upload in left} == set(foreign)
 
+    @pytest.mark.parametrize(
+        ("status", "code"),
+        [(400, "MissingContentMD5"), (400, "InvalidRequest"), (405, "MethodNotAllowed"), (501, "NotImplemented")],
+    )
+    def test_a_server_that_rejects_to_remove_many_at_once_removes_each(
+        self, spied: tuple[S3Store, FaultProxy], status: int, code: str
+    ) -> None:
+        store, proxy = spied
+        names = ["data/a", "data/b", "latest"]
+        for name in names:
+            store.replace(name, b"x")
+        proxy.refuse = lambda request: (status, code) if request.path.endswith("?delete") else None
+        store.delete([*names[:2], "data/absent"])
+        assert [entry.name for entry in store.list("")] == ["latest"]
+        proxy.begin()
+        store.delete(["latest"])
+        assert [request.method for request in proxy.requests] == ["DELETE"], "it is asked once"
+
+    @pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (501, "NotImplemented")])
+    def test_uploads_that_may_not_be_listed_are_nobodys_failure(
+        self, spied: tuple[S3Store, FaultProxy], caplog: pytest.LogCaptureFixture, status: int, code: str
+    ) -> None:
+        store, proxy = spied
+        proxy.refuse = lambda request: (status, code) if "uploads" in request.path else None
+        assert store.sweep("", time.time() + 60) == store.sweep("", time.time() + 60) == 0
+        assert caplog.text.count("AbortIncompleteMultipartUpload") == 1
+
     def test_more_objects_than_one_answer_holds(self, s3_url: str) -> None:
         store = S3Store(s3_url)
         names = {f"leases/{number:05d}.json" for number in range(1001)}

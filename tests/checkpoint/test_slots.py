@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.errors import CheckpointError, Missing
+from everstep.checkpoint.errors import CheckpointError, Missing, StoreError
 from everstep.checkpoint.format.checksum import compute_checksum
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.host.available_memory import InsufficientMemory
 from everstep.checkpoint.slots.own_files import COPIES
 from everstep.checkpoint.slots.slots import Claim, Slot, Slots, SlotState, default_directory
-from everstep.checkpoint.writer.persist import GivenUp, Mappings, SaveProgress, sum_slot
+from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.writer.persist import GivenUp, Mappings, SaveProgress, store_slot, sum_slot
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill, layout
 from tests.checkpoint.writers import until
@@ -175,6 +177,30 @@ def test_a_sum_that_nobody_wants_any_more_ends(slots: Slots) -> None:
     with ThreadPoolExecutor(2) as pool, pytest.raises(GivenUp, match="changed its mind"):
         sum_slot(slots, slots[0], Mappings(), pool, progress)
     assert slots[0].state is SlotState.FILLED
+
+
+def test_a_store_that_has_failed_is_not_written_to_any_more(slots: Slots, tmp_path: Path) -> None:
+    slots[0].claim(Claim(key(10), 2, 0, 1))
+    for local, size in enumerate(SIZES):
+        fill(slots, 0, key(10), local, size)
+    begun, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class FailingStore(PosixStore):
+        def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+            if name == key(10).part_name(0):
+                begun.wait(60)
+                threading.Timer(0.3, released.set).start()
+                raise StoreError("the connection is lost", self.url, may_pass=True)
+            begun.set()
+            released.wait(60)
+            ended.set()
+
+    progress = SaveProgress()
+    with ThreadPoolExecutor(2) as pool:
+        manifest = sum_slot(slots, slots[0], Mappings(), pool, progress)
+        with pytest.raises(StoreError, match="the connection is lost"):
+            store_slot(FailingStore(tmp_path / "store"), slots[0], 0, manifest, Mappings(), pool, progress)
+        assert ended.is_set(), "what is stored again under this name would be removed by what is still on its way"
 
 
 def test_memory_is_allocated_beforehand_and_reused(slots: Slots) -> None:

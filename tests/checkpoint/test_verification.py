@@ -14,9 +14,10 @@ from everstep.checkpoint.catalog.verification import (
     mark_node,
     verify_and_mark,
 )
-from everstep.checkpoint.errors import CheckpointError, Damaged
+from everstep.checkpoint.errors import CheckpointError, Damaged, Full
 from everstep.checkpoint.format.keys import VERIFIED, Key
 from everstep.checkpoint.publish import commit
+from everstep.checkpoint.retention.pruning import prune_by_hand
 from everstep.checkpoint.retention.retention import prune_store, prune_verified
 from everstep.checkpoint.store.base import Store
 from tests.checkpoint.builders import Training, is_good, key, load
@@ -242,3 +243,16 @@ def test_a_store_where_nothing_can_be_marked_keeps_all(store: Store, monkeypatch
     with pytest.raises(CheckpointError, match="no verified/"):
         prune_verified(VerifiedCheckpoints(store), keep_last=1)
     assert list_candidates(store) == [key(20), key(10)]
+
+
+def test_a_full_store_is_pruned_by_hand_though_it_takes_no_mark(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (10, 20, 30):
+        TRAINING.save(store, key(step))
+
+    def refuse(name: str, data: bytes) -> None:
+        raise Full(store.url, f"could not write {name}: No space left on device")
+
+    monkeypatch.setattr(store, "replace", refuse)
+    pruning = prune_by_hand(VerifiedCheckpoints(store, believe_marks=False), keep_last=1)
+    assert pruning.done.removed == (key(10), key(20))
+    assert list_candidates(store) == [key(30)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from everstep.checkpoint.catalog.candidates import OnBytes, check_present, is_committed, verify_checkpoint, verify_node
 from everstep.checkpoint.catalog.manifests import parse_index, read_index
 from everstep.checkpoint.catalog.needed_checkpoints import read_needs
-from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, UnknownFormat, is_damage
+from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, UnknownFormat, is_damage
 from everstep.checkpoint.format.checksum import DEFAULT, compute_checksum
 from everstep.checkpoint.format.index import CheckpointIndex, NodeShare
 from everstep.checkpoint.format.keys import VERIFIED, Key
@@ -157,7 +157,9 @@ class VerifiedCheckpoints:
                 return
             verify_checkpoint(self.store, key, threads=self.threads, on_bytes=on_bytes)
             if self.mark:
-                mark_all(self.store, key)
+                # A full disk takes no mark, and whoever prunes to make room does not need one: all of it was read.
+                with suppress(Full):
+                    mark_all(self.store, key)
             self._read.add(key)  # what is asked for again in the same pass was read a moment ago
 
         return key in self._read or self._holds(key, read)

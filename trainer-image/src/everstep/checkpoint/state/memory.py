@@ -98,7 +98,7 @@ def fill_overlapping(live: torch.Tensor, loaded: torch.Tensor, name: str) -> Non
     filled = memory.clone()
     places = torch.arange(reach, device=live.device).as_strided(shape, strides).reshape(-1)
     filled[places] = small.reshape(-1)
-    if not _same_bits(filled.as_strided(shape, strides).expand(live.shape), loaded.to(live.device)):
+    if not have_same_bits(filled.as_strided(shape, strides).expand(live.shape), loaded.to(live.device)):
         raise CheckpointError(
             f"{name}: elements that share memory here have different values in the checkpoint; give it memory of its "
             "own before restore() (clone it)"
@@ -115,6 +115,6 @@ def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # A NaN is its bits here.
+def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors on one device have the same bytes: a NaN is its bits here."""
     return bool(torch.equal(*(view_bytes(each.contiguous()) for each in (one, other))))

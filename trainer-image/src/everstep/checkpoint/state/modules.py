@@ -31,7 +31,7 @@ from everstep.checkpoint.state.kinds import (
     make_fresh_tensor,
 )
 from everstep.checkpoint.state.loaded import is_instance
-from everstep.checkpoint.state.memory import fill_overlapping, get_local_tensor, overlaps_itself
+from everstep.checkpoint.state.memory import fill_overlapping, get_local_tensor, have_same_bits, overlaps_itself
 from everstep.checkpoint.state.module_metadata import (
     find_own_loading,
     find_unusual,
@@ -177,16 +177,42 @@ class Modules:
                     # A hook made this tensor, or took it apart: the module itself knows how to take it back.
                     given[key] = filled.detach()
             set_metadata_as_here(given, here, unusual, plain)
-            _load_state(module, given)
+            left = {key: given[key] for key in _load_state(module, given) if is_tensor(given.get(key))}
+            _check_is_here(module, left, self.prefix)
 
 
-def _load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give a module a state; what is not in it stays as it is, where the module's own method knows that way."""
+def _load_state(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Give a module a state; what is not in it stays as it is, where the module's own method knows that way.
+
+    Returns:
+        The names that the module did not take.
+    """
     takes = inspect.signature(module.load_state_dict).parameters
-    if "strict" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values()):
-        module.load_state_dict(state, strict=False)
-    else:
+    if "strict" not in takes and not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
         module.load_state_dict(state)
+        return []
+    result = module.load_state_dict(state, strict=False)
+    return list(getattr(result, "unexpected_keys", ()))
+
+
+def _check_is_here(module: nn.Module, state: Mapping[str, torch.Tensor], prefix: str) -> None:
+    """See that a module has these tensors, of which its `state_dict()` speaks and which `load_state_dict()` left out.
+
+    Some, as the weights of 4 bits of bitsandbytes, say there what they keep beside parameters and buffers. What lies
+    in memory of their own is filled by now; what was made for the state alone has to be the same already.
+
+    Raises:
+        CheckpointError: It has others.
+    """
+    here = module.state_dict() if state else {}
+    for key, tensor in state.items():
+        now = get_local_tensor(here[key])
+        if not have_same_bits(now, get_local_tensor(tensor).to(now.device)):
+            raise CheckpointError(
+                f"{names.join_segments(prefix, names.of_module(key))} is made by the module's state_dict(), and its "
+                "load_state_dict() does not take it back: the module has another one than the checkpoint. Make the "
+                "module as it was when it was saved, or give it a load_state_dict() that takes it"
+            )
 
 
 def _list_tied(module: nn.Module, plain: Callable[[str], str]) -> dict[str, list[str]]:

@@ -44,11 +44,8 @@ class ObjectStore:
             # What others have written meanwhile counts, so nothing is remembered.
             self._system, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         self._root = str(root).rstrip("/")
-        self._decides = (
-            "mode" in inspect.signature(getattr(self._system, "_pipe_file", self._system.pipe_file)).parameters
-            # fsspec's own way is to look and to write, and takes a failed look for an absence.
-            and _overrides(self._system, "pipe_file")
-        )
+        # Whether the backend decides who is first; None: not known yet, as of one that may take `mode` among others.
+        self._decides = _takes_mode(self._system)
         self._finds = _overrides(self._system, "find")
 
     @property
@@ -82,14 +79,17 @@ class ObjectStore:
                 raise ValueError(f"{name}: {size} bytes were promised, {count} came")
         except BaseException:
             # Closing would make an object of what there is; some backends have made one already.
-            with suppress(Exception):
-                file.discard()
+            _throw_away(file)
             if is_own:
                 with suppress(Exception):
                     self._system.rm_file(path)
             raise
-        with _translate_errors(what, self._url):
-            file.close()
+        try:
+            with _translate_errors(what, self._url):
+                file.close()
+        except BaseException:
+            _throw_away(file)
+            raise
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         doubtful = False
@@ -122,7 +122,19 @@ class ObjectStore:
 
     def read_into(self, name: str, offset: int, into: memoryview) -> None:
         into = into.cast("B")
-        read = partial(self._system.cat_file, self._path(name), start=offset, end=offset + len(into))
+        path, end = self._path(name), offset + len(into)
+
+        def read() -> bytes:
+            try:
+                return bytes(self._system.cat_file(path, start=offset, end=end))
+            except FileNotFoundError:
+                raise
+            except Exception:
+                # For some backends a range behind the end is an error like any other.
+                if (size := int(self._system.info(path)["size"])) < end:
+                    raise Damaged(name, f"ends at byte {size}, {end - size} bytes too early") from None
+                raise
+
         data = self._call(f"read {name}", read, name)
         if len(data) != len(into):
             raise Damaged(name, f"ends at byte {offset + len(data)}, {len(into) - len(data)} bytes too early")
@@ -155,7 +167,23 @@ class ObjectStore:
             self._system.invalidate_cache()
             if self._is_there(path):
                 raise FileExistsError(name)
+            if self._decides is None:
+                self._decides = self._write_first(path, data)
+            else:
+                self._system.pipe_file(path, data)
+
+    def _write_first(self, path: str, data: bytes) -> bool:
+        """Write an object, and tell whether the backend decides who is first: it must reject the same a second time."""
+        try:
+            self._system.pipe_file(path, data, mode="create")
+        except TypeError:
             self._system.pipe_file(path, data)
+            return False
+        try:
+            self._system.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            return True
+        return False
 
     def _find(self, folder: str) -> dict[str, dict[str, Any]]:
         self._system.invalidate_cache()
@@ -199,6 +227,28 @@ class ObjectStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
+
+
+def _takes_mode(system: AbstractFileSystem) -> bool | None:
+    """Tell whether a backend can write exclusively; None where its `pipe_file` takes any arguments."""
+    if not _overrides(system, "pipe_file"):
+        return False  # fsspec's own way is to look and to write, and takes a failed look for an absence
+    parameters = inspect.signature(getattr(system, "_pipe_file", system.pipe_file)).parameters
+    if "mode" in parameters:
+        return True
+    return None if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else False
+
+
+def _throw_away(file: Any) -> None:
+    """Leave a file that was not written to its end, so that nothing becomes of it.
+
+    One of fsspec that is forgotten while it is open is closed then, and its object made of what there is: in the place
+    of what was written under the name since.
+    """
+    with suppress(Exception):
+        file.discard()
+    with suppress(Exception):
+        file.closed = True
 
 
 def _overrides(system: AbstractFileSystem, method: str) -> bool:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from everstep.checkpoint.errors import Damaged, Missing, StoreError
+from everstep.checkpoint.errors import Damaged, Denied, Missing, StoreError
 from everstep.checkpoint.format.keys import DATA, Key
 from everstep.checkpoint.store.base import StoredObject, check_name, is_name
 from everstep.checkpoint.store.retry import Retry
@@ -56,6 +56,8 @@ class S3Store:
             connections=4 * threads, connect_timeout=connect_timeout, read_timeout=read_timeout
         )
         self._decides: bool | None = None  # whether the server honours If-None-Match; None: not known yet
+        self._removes_many = True  # in one request, until the server rejects that
+        self._sweeps = True  # until the server does not show what is to be swept
 
     @property
     def url(self) -> str:
@@ -135,21 +137,42 @@ class S3Store:
         keys = [self._object(name)["Key"] for name in names]
         for start in range(0, len(keys), _BATCH):
             batch = keys[start : start + _BATCH]
-            self._repeat(partial(self._delete, batch))
+            if self._removes_many:
+                try:
+                    self._repeat(partial(self._delete, batch))
+                    continue
+                except StoreError as error:
+                    if error.may_pass or isinstance(error, Denied):
+                        raise
+            # Many servers want a Content-MD5 there, which boto3 sends no more, and some know no such request.
+            for key in batch:
+                self._repeat(partial(self._delete_one, key))
+            self._removes_many = False
 
     def sweep(self, prefix: str, before: float) -> int:
         # Only parts are large enough for uploads; at the root of a bucket, others are those of other programs.
         if not (prefix.startswith(DATA) or DATA.startswith(prefix)):
             return 0
         start = len(self._place.prefix)
-        stale = [
-            upload
-            for upload in self._uploads(max(prefix, DATA, key=len))
-            if upload["Initiated"].timestamp() < before and _is_data(upload["Key"][start:])
-        ]
-        for upload in stale:
-            target = {"Bucket": self._place.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-            self._repeat(partial(self._give_up, target))
+        try:
+            stale = [
+                upload
+                for upload in self._uploads(max(prefix, DATA, key=len))
+                if upload["Initiated"].timestamp() < before and _is_data(upload["Key"][start:])
+            ]
+            for upload in stale:
+                target = {"Bucket": self._place.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._repeat(partial(self._give_up, target))
+        except (Denied, Unknown) as error:  # nothing that is there for anybody stays because of it
+            if self._sweeps:
+                _log.warning(
+                    "uploads that died are not removed from %s (%s): allow s3:ListBucketMultipartUploads and "
+                    "s3:AbortMultipartUpload, or give the bucket a rule with AbortIncompleteMultipartUpload",
+                    self.url,
+                    error,
+                )
+            self._sweeps = False
+            return 0
         return len(stale)
 
     def _put(self, name: str, data: bytes | bytearray, writer: str = "", **conditions: str) -> None:
@@ -244,6 +267,10 @@ class S3Store:
         for error in answer.get("Errors", ()):
             why = f"cannot remove {error.get('Key')}: {error.get('Code')} {error.get('Message', '')}".rstrip()
             raise StoreError(why, self.url, may_pass=error.get("Code") in {"InternalError", "SlowDown"})
+
+    def _delete_one(self, key: str) -> None:
+        with suppress(Missing), translate_errors(f"remove {key}", self.url):
+            self._client.delete_object(Bucket=self._place.bucket, Key=key)
 
     def _page(self, prefix: str, more: dict[str, str]) -> dict[str, Any]:
         where = self._where(prefix)

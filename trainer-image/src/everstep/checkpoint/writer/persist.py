@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import FIRST_EXCEPTION, Executor, wait
 from pathlib import Path
 
 from everstep.checkpoint.errors import CheckpointError
@@ -107,7 +107,12 @@ def store_slot(
         part = manifest.parts[local]
         store.put(part.name, _iterate_pieces(mappings.view(slot.part(local), part.size), progress), part.size)
 
-    list(pool.map(put, range(len(manifest.parts))))
+    puts = [pool.submit(put, local) for local in range(len(manifest.parts))]
+    done, others = wait(puts, return_when=FIRST_EXCEPTION)
+    # Whoever stores this again, or another save under the same names, is to be alone there.
+    wait([each for each in others if not each.cancel()])
+    for each in done:
+        each.result()
     progress.step()
     announce_node(store, node, manifest)
 
