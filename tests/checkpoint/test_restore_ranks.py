@@ -251,3 +251,29 @@ def disagree(rank: int, store: Path) -> str:
 def test_plain_values_that_ranks_disagree_about_are_no_checkpoint(tmp_path: Path) -> None:
     for message in ranks.run(2, disagree, tmp_path / "store"):
         assert message == "epoch.number: two writers disagree about this value: 0, 1"
+
+
+def keeps_its_own(rank: int, store: Path, memory: Path) -> list[Any]:
+    """A dictionary of which each rank has other keys, in a run of two ranks and then of three."""
+    first = {"both": torch.ones(1), "a.0": torch.zeros(2), "b.0": torch.zeros(2)}
+    if rank < 2:
+        del first["b.0" if rank == 0 else "a.0"]
+    world = dist.get_world_size()
+    if world == 2:
+        ranks.save(PosixStore(store), NEW, {"average": first | {"late": 1}, "state": {"epoch": 7}})
+    given: dict[str, Any] = {key: torch.full_like(each, -1.0) for key, each in first.items()}
+    if rank == 2:
+        given = {}
+    state: dict[str, Any] = {}
+    ranks.restore(store, memory, {"average": given, "state": state})
+    assert all(bool((each >= 0).all()) for each in given.values() if isinstance(each, torch.Tensor))
+    return [sorted(given), state]
+
+
+def test_a_rank_gets_the_keys_of_a_dictionary_that_it_holds_and_those_that_no_rank_holds(tmp_path: Path) -> None:
+    one, other = ranks.run(2, keeps_its_own, tmp_path / "store", tmp_path / "memory")
+    assert one == [["a.0", "both", "late"], {"epoch": 7}]
+    assert other == [["b.0", "both", "late"], {"epoch": 7}]
+    *same, third = ranks.run(3, keeps_its_own, tmp_path / "store", tmp_path / "memory")
+    assert same == [one, other]
+    assert third == [["late"], {"epoch": 7}]

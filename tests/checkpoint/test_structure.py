@@ -154,3 +154,19 @@ def in_an_order(rank: int, folder: Path) -> list[str]:
 
 def test_ranks_may_have_built_a_dictionary_in_another_order(tmp_path: Path) -> None:
     assert ranks.run(2, in_an_order, tmp_path) == [["a", "b"]] * 2
+
+
+def kept_by_one(rank: int, folder: Path, keeper: int) -> list[Any]:
+    kept = {"epoch": 2, "history": {"e0": 1.5, "e1": 1.0}, "best": {"loss": 1.0}, "seen": [torch.ones(1)], "last": {}}
+    nothing = {"epoch": 2, "history": {}, "best": None, "seen": [], "last": {}}
+    ranks.save(PosixStore(folder / "store"), ranks.key(1), {"state": kept if rank == keeper else nothing})
+    given: dict[str, Any] = {"epoch": 0, "history": {}, "best": None, "seen": [], "last": {}}
+    ranks.restore(PosixStore(folder / "store"), folder / "memory", {"state": given})
+    return [everstep.load(folder / "store")["state"] == kept, given == kept]
+
+
+@pytest.mark.parametrize("keeper", [0, 1])
+def test_what_one_rank_alone_keeps_in_a_container_that_is_empty_on_others_reads_back(
+    keeper: int, tmp_path: Path
+) -> None:
+    assert ranks.run(2, kept_by_one, tmp_path, keeper) == [[True, True]] * 2

@@ -320,3 +320,44 @@ def test_a_chain_of_blocks_is_cut_where_a_context_says_and_its_plan_is_kept(tmp_
     one, other = ranks.run(2, _chain, str(tmp_path))
     assert one[0] == other[0]
     assert (one[1], other[1]) == ("0.weight, 0.bias", "2.weight, 2.bias")
+
+
+class Bare(nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(x)
+
+
+def _averaged(rank: int, folder: str, steps: int) -> tuple[int, dict[str, Any]]:
+    """Train with averages of the weights that each process keeps of its own part; the last stage has no weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Bare())
+    x, last = torch.randn(6, 4), dist.get_world_size() - 1
+    stages = {str(at): min(at, last) if at < 3 else last for at in range(4)}
+    how: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "stage_of": stages, "costs": "counted"}
+    memory = everstep.MemoryOptions(directory=Path(folder, f"memory-{steps}"))
+    with (
+        pipeline(model, x, squares, targets=x, **group_options(**how)) as run,
+        everstep.checkpointer(Path(folder, "store"), every_steps=2, policy="wait", memory=memory) as checkpoints,
+    ):
+        optimizer = torch.optim.SGD(run.groups(), lr=0.1)
+        average = {name: each.detach().clone() for name, each in run.named_parameters()}
+        start = checkpoints.restore(model=run, optimizer=optimizer, average=average)
+        assert set(average) == {name for name, _ in run.named_parameters()}
+        for step in range(start.step, steps):
+            run.step(x, x)
+            optimizer.step()
+            for name, each in run.named_parameters():
+                average[name].lerp_(each.detach(), 0.25)
+            checkpoints.step(step + 1)
+    return start.step, average
+
+
+def test_averages_of_the_weights_go_on_and_are_saved_again_at_another_number_of_stages(tmp_path: Path) -> None:
+    (_, one), (_, other) = ranks.run(2, _averaged, str(tmp_path / "whole"), 6)
+    starts = []
+    for world, steps in ((4, 2), (4, 4), (2, 6)):
+        starts.append([start for start, _ in ranks.run(world, _averaged, str(tmp_path / "parts"), steps)])
+    assert starts == [[0] * 4, [2] * 4, [4] * 2]
+    saved = everstep.load(tmp_path / "parts" / "store")["average"]
+    assert saved.keys() == (one | other).keys()
+    assert all(torch.allclose(saved[name], each, atol=1e-6) for name, each in (one | other).items())

@@ -79,6 +79,8 @@ class Loading:
                 self.problems.append(Absent.of_object(kind.prefix))
                 if not options.is_strict:
                     continue
+            if options.elsewhere and isinstance(kind, StateValue):
+                saved = saved.without(options.elsewhere)
             self._check_values(saved)
             self._tensors.update(kind.targets(saved, self.problems))
             self._saved.append((kind, saved))

@@ -21,6 +21,7 @@ class RestoreOptions:
     """`step`: exactly this step, or key. `is_strict`: names that do not meet are errors. See Checkpointer.restore.
 
     `optional`: objects of each rank that stay as they are where a checkpoint has none, as one that was imported.
+    `elsewhere`: full names of what other ranks alone hold in dictionaries.
     """
 
     step: int | Key | None = None
@@ -29,6 +30,7 @@ class RestoreOptions:
     casts: Casts = NO_CASTS
     allow_pickle: bool = False
     optional: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         step, rename = self.step, self.rename

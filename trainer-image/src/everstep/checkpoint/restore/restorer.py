@@ -34,6 +34,7 @@ from everstep.checkpoint.peers.peer_parts import PeerParts
 from everstep.checkpoint.peers.peer_server import iterate_held_slots
 from everstep.checkpoint.ranks.topology import Topology
 from everstep.checkpoint.restore.chunk_numbers import Chunks
+from everstep.checkpoint.restore.divided import find_elsewhere
 from everstep.checkpoint.restore.loading import Loading
 from everstep.checkpoint.restore.node_cache import (
     NodeCache,
@@ -146,6 +147,7 @@ class Restorer:
         """
         began = time.monotonic()
         try:
+            self._options = replace(self._options, elsewhere=find_elsewhere(self._consensus, self._objects))
             while True:
                 proposal = self._agree_on_proposal(self._offer())
                 self.newest_seen = None if proposal.newest is None else Key.parse(proposal.newest)
@@ -222,11 +224,10 @@ class Restorer:
             tiers = self._together(lambda: self._read(manifest, chunks, loading, files, reader, cache, peers))
             loaded = self._together(lambda: self._apply(manifest, loading, files, reader, cache), local=True)
             cache.keep(loading.kept)
-        found = max(tiers, key=_FARTHER.index)
         return Restored(
             key.step,
             key,
-            found,
+            max(tiers, key=_FARTHER.index),
             not_restored=tuple(loading.not_restored),
             kept=tuple(loading.defaults),
             values=loaded,

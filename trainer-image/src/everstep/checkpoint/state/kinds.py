@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -137,6 +137,14 @@ class Saved:
     def at(self, full: str) -> Saved:
         """Return the part of the checkpoint below a full name, as that under which one rank saves what is its own."""
         return (self.everything or self).below(full)
+
+    def without(self, full: Collection[str]) -> Saved:
+        """Return the same without what has one of these full names."""
+        return replace(
+            self,
+            tensors={name: each for name, each in self.tensors.items() if self.full(name) not in full},
+            values={name: each for name, each in self.values.items() if self.full(name) not in full},
+        )
 
     def full(self, name: str) -> str:
         return names.join_segments(self.prefix, name)

@@ -120,9 +120,12 @@ def nest_leaves(leaves: Mapping[str, Any], build: Build | None = None, name: str
         name: Of the state itself.
     """
     if "" in leaves:
-        if len(leaves) > 1:
+        if len(leaves) == 1:
+            return leaves[""]
+        if leaves[""] is not None and (leaves[""] or not isinstance(leaves[""], dict | list | tuple)):
             raise ValueError(f"one name is a value and holds others: {sorted(leaves)[1]!r}")
-        return leaves[""]
+        # Some ranks had nothing there, as a history of which one rank alone keeps account, and others what is in it.
+        leaves = {each: leaf for each, leaf in leaves.items() if each}
     if build is None and not any(map(_ODD.search, leaves)):
         return dict(leaves)
     groups: dict[str, dict[str, Any]] = {}
