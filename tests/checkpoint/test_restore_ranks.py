@@ -277,3 +277,21 @@ def test_a_rank_gets_the_keys_of_a_dictionary_that_it_holds_and_those_that_no_ra
     *same, third = ranks.run(3, keeps_its_own, tmp_path / "store", tmp_path / "memory")
     assert same == [one, other]
     assert third == [["late"], {"epoch": 7}]
+
+
+def keeps_a_history(rank: int, store: Path, memory: Path, first: bool) -> list[Any]:
+    """A dictionary within a state, which rank 0 alone has and fills."""
+    state: dict[str, Any] = {"epoch": 0} | ({"history": {}} if rank == 0 else {})
+    if first:
+        told = state | {"epoch": 1} | ({"history": {"e0": 1.5}} if rank == 0 else {})
+        ranks.save(PosixStore(store), NEW, {"state": told})
+    ranks.restore(store, memory, {"state": state})
+    return [state]
+
+
+def test_what_is_in_a_dictionary_that_one_rank_holds_is_given_to_that_rank(tmp_path: Path) -> None:
+    one, other = ranks.run(2, keeps_a_history, tmp_path / "store", tmp_path / "memory", True)
+    assert one == [{"epoch": 1, "history": {"e0": 1.5}}]
+    assert other == [{"epoch": 1}]
+    (alone,) = ranks.run(1, keeps_a_history, tmp_path / "store", tmp_path / "memory", False)
+    assert alone == one

@@ -19,7 +19,8 @@ from everstep.coordination.consensus import Consensus
 def find_elsewhere(consensus: Consensus, objects: Mapping[str, object]) -> frozenset[str]:
     """Find the full names of what some ranks hold in dictionaries, and this rank does not. Collective.
 
-    What no rank holds is not among them: a dictionary may be empty on all ranks until it is restored.
+    What no rank holds is not among them: a dictionary may be empty on all ranks until it is restored. What is below one
+    of them, as in a history that is empty yet on the rank that keeps it, is that rank's too.
 
     Args:
         consensus: Of all ranks.
@@ -32,7 +33,7 @@ def find_elsewhere(consensus: Consensus, objects: Mapping[str, object]) -> froze
     some = consensus.agree(
         sorted(own), lambda every: sorted(set().union(*every) - set(every[0]).intersection(*every[1:]))
     )
-    return frozenset(some) - own
+    return frozenset(some) - own - {parent for name in own for parent in names.iterate_parents(name)}
 
 
 def _iterate_names(prefix: str, each: object) -> Iterator[str]:

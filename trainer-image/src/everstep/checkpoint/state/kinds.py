@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -138,12 +138,17 @@ class Saved:
         """Return the part of the checkpoint below a full name, as that under which one rank saves what is its own."""
         return (self.everything or self).below(full)
 
-    def without(self, full: Collection[str]) -> Saved:
-        """Return the same without what has one of these full names."""
+    def without(self, full: frozenset[str]) -> Saved:
+        """Return the same without what has one of these full names, or lies below it."""
+
+        def stays(name: str) -> bool:
+            whole = self.full(name)
+            return whole not in full and full.isdisjoint(names.iterate_parents(whole))
+
         return replace(
             self,
-            tensors={name: each for name, each in self.tensors.items() if self.full(name) not in full},
-            values={name: each for name, each in self.values.items() if self.full(name) not in full},
+            tensors={name: each for name, each in self.tensors.items() if stays(name)},
+            values={name: each for name, each in self.values.items() if stays(name)},
         )
 
     def full(self, name: str) -> str:

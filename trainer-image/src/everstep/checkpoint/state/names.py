@@ -40,6 +40,14 @@ def join_segments(*segments: str) -> str:
     return ".".join(filter(None, segments))
 
 
+def iterate_parents(name: str) -> Iterator[str]:
+    """Yield the names of what a leaf lies in, but for the object that is the whole."""
+    end = name.rfind(".")
+    while end > 0:
+        yield name[:end]
+        end = name.rfind(".", 0, end)
+
+
 def of_module(name: str) -> str:
     """Return the fully qualified name of a module's parameter: it is a path already, each piece a key."""
     return ".".join(map(escape_segment, name.split("."))) if _PATH.search(name) else name
