@@ -394,16 +394,17 @@ class Writer:
             return self._remove_slots()
         if self._copier.busy:
             return False
+        if self._told_to_end and not self._ranks:
+            return True
         if self._ranks:
             return False
         if self._memory.found_no_room and self._memory.is_empty():
             return self._remove_slots()  # the ranks were told, and left
         # The first rank needs a moment to connect.
         linger = self._linger if self._config is not None else max(self._linger, control.START_TIMEOUT)
-        idle = time.monotonic() - max(self._idle_since, self._storing.quiet_since)
-        if idle < linger and not self._told_to_end:
+        if time.monotonic() - max(self._idle_since, self._storing.quiet_since) < linger:
             return False
-        # Nobody comes back. What is in the store too need not take memory from whoever is next on this node.
+        # Nobody came back. What is in the store too need not take memory from whoever is next on this node.
         if all(slot.state in (SlotState.EMPTY, SlotState.FILLING, SlotState.STORED) for slot in self._slots):
             return self._remove_slots()
         return True
