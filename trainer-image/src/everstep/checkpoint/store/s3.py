@@ -57,7 +57,7 @@ class S3Store:
         )
         self._decides: bool | None = None  # whether the server honours If-None-Match; None: not known yet
         self._removes_many = True  # in one request, until the server rejects that
-        self._sweeps = True  # until the server does not show what is to be swept
+        self._told_of_uploads = False  # that those that died stay, as the server does not show them to us
 
     @property
     def url(self) -> str:
@@ -164,14 +164,14 @@ class S3Store:
                 target = {"Bucket": self._place.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                 self._repeat(partial(self._give_up, target))
         except (Denied, Unknown) as error:  # nothing that is there for anybody stays because of it
-            if self._sweeps:
+            if not self._told_of_uploads:
                 _log.warning(
                     "uploads that died are not removed from %s (%s): allow s3:ListBucketMultipartUploads and "
                     "s3:AbortMultipartUpload, or give the bucket a rule with AbortIncompleteMultipartUpload",
                     self.url,
                     error,
                 )
-            self._sweeps = False
+            self._told_of_uploads = True
             return 0
         return len(stale)
 
