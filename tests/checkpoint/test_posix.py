@@ -114,6 +114,34 @@ def test_a_store_that_is_not_mounted_any_more_is_not_made_again(tmp_path: Path) 
         write()
 
 
+@pytest.mark.parametrize("depth", [0, 1], ids=["the store", "its parent too"])
+def test_a_store_that_goes_right_before_a_folder_of_it_is_made_is_not_made_again(tmp_path: Path, depth: int) -> None:
+    """Retention and saves run beside whoever moves the store away and back: what is made in its place is in the way."""
+    top, away = tmp_path / "mount", tmp_path / "away"
+    folder = top / "store"
+    goes = [folder, top][depth]
+
+    class Moved(Files):
+        is_due = False
+
+        def make_folder(self, path: Path) -> None:
+            if self.is_due:
+                self.is_due = False
+                goes.rename(away)
+            super().make_folder(path)
+
+    moved = Moved()
+    store = PosixStore(folder, files=moved)
+    store.put_if_absent(RUN, b"this")
+    moved.is_due = True
+    with pytest.raises(StoreError, match="its folder is gone") as caught:
+        store.put_whole(PART, [b"abc"], 3)
+    assert caught.value.may_pass
+    assert not goes.exists()
+    away.rename(goes)
+    store.put_whole(PART, [b"abc"], 3)
+
+
 def test_what_is_unmounted_while_it_is_written_is_not_taken_for_saved(tmp_path: Path) -> None:
     class Unmounted(Files):
         def link(self, old: Path, new: Path) -> None:

@@ -188,6 +188,9 @@ class PosixStore:
 
     def _make_folders(self, folder: Path) -> None:
         while True:
+            if folder == self._root and self._folder.is_pinned:
+                self._folder.check()  # it went since it was seen, or is there again
+                return
             try:
                 self._files.make_folder(folder)
             except FileExistsError:

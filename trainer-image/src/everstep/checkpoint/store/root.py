@@ -21,6 +21,11 @@ class RootFolder:
         self._identity: tuple[int, int] | None = None
         self._run: bytes | None = None
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the folder was seen, and must not be made anew."""
+        return self._identity is not None
+
     def pin(self, run: bytes | None = None) -> None:
         """Remember the folder that is there now as the store's; `run`: the name that it gives itself, once known."""
         if self._identity is None:
