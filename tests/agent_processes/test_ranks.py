@@ -256,6 +256,16 @@ async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path)
         ended = await node.event("RankExited")
         assert ended["exit_code"] == 127
         assert ended["message"].startswith("no-such-program: not found in the image")
+        assert "a list" not in ended["message"]
+        assert await node.stop() is None
+
+
+async def test_a_command_that_is_one_line_of_text_is_told_to_be_a_list(tmp_path: Path) -> None:
+    async with Node(tmp_path, ["python3 train.py"]) as node:
+        await node.start()
+        ended = await node.event("RankExited")
+        assert ended["exit_code"] == 127
+        assert "a command is a list with an item for each word" in ended["message"]
         assert await node.stop() is None
 
 

@@ -7,6 +7,7 @@ import enum
 import json
 import math
 import struct
+import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,14 @@ class Average(Scheduler):
 def test_what_is_refused_is_told_with_what_can_be_saved_instead(value: object, instead: str) -> None:
     with pytest.raises(UnsupportedValue, match=f"without pickle; save {instead}"):
         pack_value({"it": value})
+
+
+@pytest.mark.parametrize(
+    "value", [lambda: 0, threading.Lock(), (each for each in ())], ids=["lambda", "lock", "generator"]
+)
+def test_what_cannot_be_pickled_is_told_by_its_name(value: object) -> None:
+    with pytest.raises(UnsupportedValue, match=r"^extra\.0\['it'\]: .* cannot be pickled: "):
+        pack_value({"it": value}, "extra.0", allow_pickle=True)
 
 
 def test_pickle_is_allowed_at_both_ends_or_not_at_all() -> None:

@@ -196,7 +196,8 @@ class WorkQueue(DelayQueue[K]):
         super().__init__(clock, share=share, namespace=namespace)
         if share is not None:
             share.clock = clock
-        self._timer: asyncio.TimerHandle | None = None  # one for all waiters
+        self._timer: asyncio.Handle | None = None  # one for all waiters
+        self._timer_at: float | None = None
         self._idle = asyncio.Event()
         self._wakers: set[asyncio.Future[None]] = set()
 
@@ -225,9 +226,10 @@ class WorkQueue(DelayQueue[K]):
         """Wake a waiter when there may be something for it; without one, whoever comes next looks first."""
         at = self.next_chance() if self._wakers else None
         if self._timer is not None:
-            if at == self._timer.when():
+            if at == self._timer_at:
                 return
             self._timer.cancel()
+        self._timer_at = at
         self._timer = asyncio.get_running_loop().call_at(at, self._due_now) if at is not None else None
 
     def _due_now(self) -> None:

@@ -208,7 +208,8 @@ def _explain_missing(program: str, command: RankCommand) -> str:
         return f"its working folder {command.cwd} is not there"
     found = shutil.which(program, path=os.defpath if path is None else path)
     if found is None:
-        return f"not found in the image (PATH={path or ''})"
+        hint = "; a command is a list with an item for each word, or [sh, -c, the whole line]" if " " in program else ""
+        return f"not found in the image (PATH={path or ''}){hint}"
     try:
         interpreter = environment.read_interpreter(Path(found))
     except OSError as error:

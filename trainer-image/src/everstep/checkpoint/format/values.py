@@ -183,7 +183,7 @@ def _encode_tagged(value: Any, path: str, allow_pickle: bool) -> object:
             "restore(…, optimizer_a=…, optimizer_b=…)",
         )
     if allow_pickle:
-        return {"pickle": _encode_base64(pickle.dumps(value))}
+        return {"pickle": _encode_base64(_pickle(value, path))}
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         raise UnsupportedValue(
@@ -326,6 +326,14 @@ def _is_plain(dtype: Any) -> bool:
 def _is_of_numpy(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+def _pickle(value: Any, path: str) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # of the value's own code too
+        reason = " ".join(str(error).split())
+        raise UnsupportedValue(path, f"{_name_kind(value)} cannot be pickled: {reason}") from error
 
 
 def _name_kind(value: Any) -> str:

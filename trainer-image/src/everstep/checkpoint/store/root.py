@@ -23,7 +23,7 @@ class RootFolder:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the folder was seen, and must not be made anew."""
+        """Return whether the folder was seen, and must not be made anew."""
         return self._identity is not None
 
     def pin(self, run: bytes | None = None) -> None:
