@@ -14,6 +14,8 @@ from everstep.progress import get_last_step, report_checkpoint
 
 _log = logging.getLogger("everstep.checkpoint")
 
+_REPEATED_SECONDS = 60.0  # a step may take milliseconds, and each may find the same save in its way
+
 EVENTS = ("saved", "restored", "fell_back", "stalled", "failed", "copy_failed", "skipped")
 
 
@@ -186,6 +188,7 @@ class Events:
         """
         self._callbacks: dict[str, list[Callback]] = {name: [] for name in EVENTS}
         self._report = JobReport(trains=trains, every=every) if reports else None
+        self._stalled: tuple[CheckpointEvent, float] | None = None  # the one that was logged last, and when
 
     def on(self, name: str, callback: Callback) -> None:
         """Call back at every event of this name. ValueError for a name that is none of EVENTS."""
@@ -219,9 +222,10 @@ class Events:
             self._report.end_training()
 
     def emit(self, event: CheckpointEvent) -> None:
-        """Log the event and call its callbacks."""
-        level = logging.INFO if event.name in ("saved", "restored") else logging.WARNING
-        _log.log(level, "%s", event)
+        """Log the event, and call its callbacks. What stalls for the same reason again is logged once a minute."""
+        if not self._is_repeated(event):
+            level = logging.INFO if event.name in ("saved", "restored") else logging.WARNING
+            _log.log(level, "%s", event)
         if self._report is not None:
             self._report.tell(event)
         for callback in self._callbacks[event.name]:
@@ -229,3 +233,12 @@ class Events:
                 callback(event)
             except Exception:
                 _log.exception("a callback of %s", event.name)
+
+    def _is_repeated(self, event: CheckpointEvent) -> bool:
+        if event.name != "stalled":
+            return False
+        now = time.monotonic()
+        if self._stalled is not None and self._stalled[0] == event and now < self._stalled[1] + _REPEATED_SECONDS:
+            return True
+        self._stalled = event, now
+        return False
