@@ -91,6 +91,26 @@ def test_no_edit_that_is_accepted_changes_what_pods_are_made_from(api_server: Ap
     assert seen[http.client.UNPROCESSABLE_ENTITY] > EDITS / 2, seen
 
 
+@pytest.mark.integration
+def test_a_list_is_stored_as_it_is_written_and_a_default_in_it_may_be_written_out(api_server: ApiServer) -> None:
+    def write(pools: list[Any]) -> tuple[int, Any]:
+        new = copy.deepcopy(old)
+        new["spec"]["pools"] = pools
+        new["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"]
+        return api_server.request("PUT", f"{collection(old)}/{old['metadata']['name']}?dryRun=All", new)
+
+    old = manifest({"spec": {**copy.deepcopy(SPEC), "pools": [{"name": "a"}, {"name": "b", "wait": "10m"}]}})
+    code, stored = api_server.request("POST", collection(old), old)
+    assert code == http.client.CREATED, stored
+    assert stored["spec"]["pools"] == old["spec"]["pools"]
+    code, answer = write([{"name": "a", "wait": "10m"}, {"name": "b"}])
+    assert code == http.client.OK, answer
+    code, answer = write([{"name": "a", "wait": "11m"}, {"name": "b"}])
+    assert code == http.client.UNPROCESSABLE_ENTITY, answer
+    assert "pools cannot change while the job is active" in answer["message"]
+    api_server.request("DELETE", f"{collection(old)}/{old['metadata']['name']}")
+
+
 MODELS = {
     "spec.env[].valueFrom": kubernetes_models.V1EnvVarSource,
     "spec.podTemplate.spec": kubernetes_models.V1PodSpec,

@@ -30,6 +30,16 @@ def test_times_sort_although_their_zeros_are_cut() -> None:
     assert (early.text, early.rank) == ("a", 0)
 
 
+def test_times_of_nodes_in_other_zones_sort_with_those_in_utc() -> None:
+    """Container runtimes write the time of their node's own zone, and `sinceTime` asks by what is read here."""
+    utc = parse_line("2026-01-01T00:00:01.5Z a", "j-0", stamped=True)
+    east = parse_line("2026-01-01T08:00:02.25+08:00 b", "j-1", stamped=True)
+    west = parse_line("2025-12-31T20:30:00.75-03:30 c", "j-2", stamped=True)
+    assert [line.stamp for line in (west, utc, east)] == [
+        "2026-01-01T00:00:00.750000000", "2026-01-01T00:00:01.500000000", "2026-01-01T00:00:02.250000000"
+    ]  # fmt: skip
+
+
 def test_a_time_that_the_program_printed_itself_is_kept() -> None:
     line = parse_line("2026-01-01T00:00:00Z 2026-01-01T00:00:00Z start", "j-0", stamped=True)
     assert line.text == "2026-01-01T00:00:00Z start"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -44,6 +44,44 @@ async def test_who_was_suspended_for_longer_than_the_lease_writes_nothing_and_gi
     with pytest.raises(LeaseLost):
         await asyncio.wait_for(lease.hold(), 60)
     assert server.version == written
+
+
+async def test_a_server_that_is_slow_to_read_takes_nothing_from_a_lease() -> None:
+    """A process that has just started would give up again at once, as often as it starts."""
+    now, server = 0.0, Server()
+    lease = OperatorLease(cast(Any, server), "ns", "x", "a", clock=lambda: now)
+
+    async def get(resource: Any, namespace: str, name: str) -> Any:
+        nonlocal now
+        now += lease.renew_deadline
+        return server.lease
+
+    server.get = get  # type: ignore[method-assign]
+    await lease.acquire()
+    lease.check()
+
+
+async def test_a_renewal_is_seen_when_its_read_has_ended_and_not_when_it_began() -> None:
+    """It may have been written at the end of a slow read: whoever wrote it believes in it for so much longer."""
+    now, server = 0.0, Server()
+    holder = OperatorLease(cast(Any, server), "ns", "x", "a", clock=lambda: now)
+    other = OperatorLease(cast(Any, server), "ns", "x", "b", clock=lambda: now)
+    await holder.acquire()
+
+    async def get(resource: Any, namespace: str, name: str) -> Any:
+        nonlocal now
+        now += 8
+        await holder._renew_or_take()
+        return server.lease
+
+    quick, server.get = server.get, get  # type: ignore[method-assign]
+    assert not await other._renew_or_take()
+    server.get = quick  # type: ignore[method-assign]
+    now += holder.renew_deadline - 1
+    holder.check()
+    assert not await other._renew_or_take()
+    now += other.duration - holder.renew_deadline + 1
+    assert await other._renew_or_take()
 
 
 def test_leases_are_on_the_clock_that_goes_on() -> None:

@@ -124,6 +124,20 @@ def _without_defaults(schema: Schema) -> Schema:
     return out
 
 
+def _without_item_defaults(schema: Schema) -> Schema:
+    """Return a schema that fills nothing into the items of lists: the model knows their defaults.
+
+    Argo CD and `kubectl apply` compare a list of a custom resource as a whole: an item in which the API server has set
+    a field is another one than the manifest's, and the object would differ from its manifest for ever.
+    """
+    out = dict(schema)
+    if "properties" in out:
+        out["properties"] = {field: _without_item_defaults(sub) for field, sub in out["properties"].items()}
+    if "items" in out:
+        out["items"] = _without_defaults(out["items"])
+    return out
+
+
 def build_crd(resource: CustomResource) -> Schema:
     """Return the CustomResourceDefinition of a resource."""
     version: Schema = {
@@ -136,7 +150,8 @@ def build_crd(resource: CustomResource) -> Schema:
         version["selectableFields"] = [{"jsonPath": path} for path in resource.selectable]
     if resource.has_status:
         version["subresources"] = {"status": {}}
-    version["schema"] = {"openAPIV3Schema": declare_passed_fields(build_schema(resource))}
+    schema = _without_item_defaults(build_schema(resource))
+    version["schema"] = {"openAPIV3Schema": declare_passed_fields(schema)}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

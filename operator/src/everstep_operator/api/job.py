@@ -32,6 +32,7 @@ from everstep_operator.api.scalars import (
     Pattern,
     Quantity,
     Whole,
+    format_duration,
     limit_duration,
     limit_keys,
 )
@@ -171,12 +172,15 @@ class Distribution(ApiModel):
         return {"EVERSTEP_PIPELINE": self.pipeline.model_dump_json(by_alias=True, exclude_none=True)}
 
 
+_DEFAULT_WAIT = timedelta(minutes=10)
+
+
 class PoolChoice(ApiModel):
     """A TrainingPool to try."""
 
     name: DnsName
     """Name of the TrainingPool."""
-    wait: Annotated[Duration, limit_duration("0s", "28d")] = timedelta(minutes=10)
+    wait: Annotated[Duration, limit_duration("0s", "28d")] = _DEFAULT_WAIT
     """How long to wait for capacity in this pool before the next one is tried. Ignored for the last pool, until the job
     has run: a job whose checkpoints are in a store or a lasting volume then goes on with the first one again."""
 
@@ -224,6 +228,10 @@ def _unchanged_cel(field: str) -> str:
     if field == "env":
         # Lists with named items are equal in any order, but a variable may refer to those before it.
         equal += " && self.env.map(item, item.name) == oldSelf.env.map(item, item.name)"
+    if field == "pools":
+        # No default stands in an item (see `crdgen`), and to write it out is no change.
+        choices = f"{{}}.pools.map(item, [item.name, has(item.wait) ? item.wait : '{format_duration(_DEFAULT_WAIT)}'])"
+        equal = f"{choices.format('self')} == {choices.format('oldSelf')}"
     if field in _ALWAYS_THERE:
         return equal
     return f"(has(self.{field}) ? has(oldSelf.{field}) && {equal} : !has(oldSelf.{field}))"

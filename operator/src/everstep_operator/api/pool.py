@@ -32,13 +32,13 @@ class Toleration(ApiModel):
 
     rules: ClassVar = (
         Rule(
-            "self.operator == 'Exists' || has(self.key) && self.key != ''",
+            "has(self.operator) && self.operator == 'Exists' || has(self.key) && self.key != ''",
             "a toleration without a key matches every taint: say so with operator: Exists",
             lambda value: value.operator == "Exists" or value.key != "",
             ".operator",
         ),
         Rule(
-            "self.operator == 'Equal' || !has(self.value) || self.value == ''",
+            "!has(self.operator) || self.operator == 'Equal' || !has(self.value) || self.value == ''",
             "operator Exists has no value: remove value, or use operator: Equal",
             lambda value: value.operator == "Equal" or not value.value,
             ".value",

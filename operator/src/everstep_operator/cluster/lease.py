@@ -109,9 +109,11 @@ class OperatorLease:
             log.info("could not release the lease; it runs out by itself", error=str(error))
 
     async def _renew_or_take(self) -> bool:
-        """Renew or take. `_renewed_at` is the time *before* the write, so that we never believe longer than others."""
-        before = self.clock()
+        """Renew or take. `_renewed_at` is the time *before* the write, so that we never believe longer than others, and
+        not before the read: where the API server is slow, little would be left of it. What others have written is seen
+        *after* the read: it may have been written at its end."""
         lease = self._held or await self._read()
+        before = self.clock()
         if lease is None:
             body: ApiObject = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": {"name": self.name}}
             body["spec"] = self._spec(transitions=0, acquired=_micro_time())

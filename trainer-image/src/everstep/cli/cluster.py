@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ JOB_LABEL = f"{GROUP}/job"
 INDEX_LABEL = f"{GROUP}/index"
 FINISHED_PHASES = frozenset({"Succeeded", "Failed"})
 OUTAGE_SECONDS = 300.0  # so long a command that follows a job waits for the API server
+# Seconds of silence until the other end is asked, seconds between two questions, and how many are asked in vain.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 _UNAVAILABLE = frozenset({429, 500, 502, 503, 504})  # HTTP codes that ask for another try
 
 RECORD_NAME = "everstep-node-failures"
@@ -66,7 +69,9 @@ class ClusterClient:
             _load_credentials(config, context)
         except config.ConfigException as error:
             raise CliError(f"no cluster is configured: {error}. Set KUBECONFIG, or choose one with --context") from None
-        self._api = client.ApiClient()
+        configuration = client.Configuration.get_default_copy()
+        configuration.socket_options = _keep_alive()
+        self._api = client.ApiClient(configuration)
         self._errors = client.exceptions
         self.namespace = namespace or _find_namespace(config, context)
 
@@ -176,6 +181,21 @@ class ClusterClient:
             message = f"{error.status} {error.reason}"
         kind = ClusterUnavailableError if error.status in _UNAVAILABLE else CliError
         return kind(f"the API server rejected the request: {message}")
+
+
+def _keep_alive() -> list[tuple[int, int, int]]:
+    """Return socket options by which a connection ends that nobody keeps any more.
+
+    Whoever follows a log only reads. Load balancers and NAT forget a connection on which nothing came for some minutes,
+    and then tell the API server alone.
+    """
+    from urllib3.connection import HTTPConnection
+
+    options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    for name, value in _KEEP_ALIVE.items():
+        if (number := getattr(socket, name, None)) is not None:  # each system has its own
+            options.append((socket.IPPROTO_TCP, number, value))
+    return options
 
 
 def _load_credentials(config: Any, context: str | None) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from heapq import merge
 from typing import Any
 
 _TAG = re.compile(r"^\[rank (\d+)\] ?")
-_STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d) ")
+_STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ")
 
 # Readable on dark and on light backgrounds; ranks that are neighbours differ.
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
@@ -17,7 +18,8 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A log line. `rank` is None for what the agent itself says; `stamp` sorts by time and is empty when unknown."""
+    """A log line. `rank` is None for what the agent itself says; `stamp` is the time in UTC, which sorts as text; it is
+    empty when unknown."""
 
     pod: str
     text: str
@@ -36,13 +38,20 @@ def parse_line(raw: str, pod: str, *, stamped: bool) -> LogLine:
     text, stamp = raw.rstrip("\r\n"), ""
     if stamped and (found := _STAMP.match(text)):
         # Fractions are printed without their trailing zeros, and would not sort as text.
-        stamp = f"{found[1]}.{(found[2] or ''):0<9}"
+        stamp = f"{_to_utc(found[1], found[3])}.{(found[2] or ''):0<9}"
         text = text[found.end() :]
     rank = None
     if tag := _TAG.match(text):
         text, rank = text[tag.end() :], int(tag[1])
     # Of a progress bar that rewrites its line, only the last state.
     return LogLine(pod, text.rpartition("\r")[2], rank, stamp)
+
+
+def _to_utc(seconds: str, zone: str) -> str:
+    """Return a time of the day in UTC: container runtimes write that of their node's own zone."""
+    if zone in ("Z", "+00:00"):
+        return seconds
+    return datetime.fromisoformat(f"{seconds}{zone}").astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def is_wanted(line: LogLine, rank: int | None) -> bool:
