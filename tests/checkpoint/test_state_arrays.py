@@ -97,6 +97,42 @@ def test_an_array_may_have_another_size_at_each_save(folder: Path) -> None:
     assert state["losses"].tobytes() == np.arange(504.0).tobytes()
 
 
+def np_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: each.numpy() if isinstance(each, torch.Tensor) else each for key, each in state.items()}
+
+
+AFTER_AN_ARRAY: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "None": {"x": None},
+    "a number": {"x": 5},
+    "an empty list": {"x": []},
+    "a tensor": {"x": torch.ones(3)},
+    "a dictionary": {"x": {"a": 1}},
+    "an array in a dictionary": {"x": {"a": np.ones(300)}},
+}
+
+
+@pytest.mark.parametrize("kind", AFTER_AN_ARRAY)
+def test_what_takes_the_place_of_an_array_is_saved_as_what_it_is(folder: Path, kind: str) -> None:
+    after = AFTER_AN_ARRAY[kind]
+    state: dict[str, Any] = {"x": np.arange(300.0)}
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(state=state)
+        ckpt.save(1)
+        ckpt.wait()
+        del state["x"]
+        state.update(after, n=2)
+        ckpt.save(2)
+    loaded: dict[str, Any] = everstep.load(folder / "store")["state"]
+    restored: dict[str, Any] = {}
+    with session(folder) as ckpt:
+        ckpt.restore(state=restored)
+    for found in (loaded, restored):
+        assert found.pop("n") == 2
+        assert [type(each) for each in found.values()] == [type(each) for each in after.values()]
+        np.testing.assert_equal(np_of(found), np_of(after))
+
+
 def test_a_plain_value_that_is_too_large_for_a_manifest_is_refused_with_advice() -> None:
     history = [0.5] * (LARGEST_VALUE // 8 + 1)
     with pytest.raises(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import everstep
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.save import planning
+from everstep.checkpoint.session.checkpointer import SaveFailed
 from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.state.kinds import FromRank, PerRank
 from tests.checkpoint import ranks
+from tests.checkpoint.sessions import session, steps_in
 
 pytestmark = pytest.mark.torch
 
@@ -114,6 +119,55 @@ def test_ranks_that_share_or_order_otherwise_are_refused_with_both_and_the_name(
         # Of the parameters of an optimizer any one is named.
         assert said.startswith(f"{name.partition('.state.')[0]}"), (name, why)
         assert "is not built the same" in said
+
+
+# What the two ranks have at one place: a value and what lies in a dictionary, two kinds of containers, a value and a
+# tensor, an empty list and a tensor.
+OTHER_KINDS: dict[str, tuple[Any, Any]] = {
+    "best": (float("inf"), {"step": 3}),
+    "seen": ([torch.ones(1)], {"a": torch.ones(1)}),
+    "pair": ([torch.ones(1)], (torch.ones(1),)),
+    "loss": (float("inf"), torch.ones(())),
+    "kept": ([], torch.ones(2)),
+    "last": (torch.ones(2), {"a": torch.ones(2)}),
+}
+
+
+def plan_other_kinds(rank: int) -> list[str]:
+    states = [{"epoch": 1, name: pair[rank]} for name, pair in OTHER_KINDS.items()]
+    return [why_not_planned({"state": each}) for state in states for each in (state, Stateful(state))]
+
+
+def test_ranks_that_hold_other_kinds_of_things_at_one_place_are_refused_with_both_and_the_name() -> None:
+    first, second = ranks.run(2, plan_other_kinds)
+    assert first == second
+    for name, why in zip([name for name in OTHER_KINDS for _ in range(2)], first, strict=True):
+        assert f"state.{name}" in why, name
+        assert "rank 0" in why, name
+        assert "rank 1" in why, name
+
+
+def becomes_of_other_kinds(rank: int, folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Rank 0 has another kind of thing at the second save, for which no new plan is made."""
+    failed: list[str] = []
+    state: dict[str, Any] = {"best": None}
+    with session(folder, every="1h") as ckpt:
+        ckpt.on("failed", lambda event: failed.append(event.why))
+        ckpt.track(state=state)
+        for step, mine, others in ((1, None, None), (2, {"step": 2}, 1), (3, 1, 1)):
+            state["best"] = others if rank else mine
+            ckpt.save(step)
+            with contextlib.suppress(SaveFailed):
+                ckpt.wait()
+    return failed, everstep.load(folder / "store", step=3)["state"]
+
+
+def test_a_state_that_nobody_could_build_is_not_committed_whenever_ranks_come_to_hold_it(folder: Path) -> None:
+    for failed, loaded in ranks.run(2, becomes_of_other_kinds, folder):
+        assert len(failed) == 1
+        assert "state.best: is held by one rank, and state.best.step by another" in failed[0]
+        assert loaded == {"best": 1}
+    assert steps_in(folder) == [1, 3]
 
 
 def plan_ordinary(rank: int) -> list[str]:

@@ -18,6 +18,7 @@ from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.format.lines import as_text, shorten_value
 from everstep.checkpoint.format.manifest import Manifest, Shard, get_itemsize
+from everstep.checkpoint.format.nested_names import check_states
 
 RANK_VALUES = "rank."  # values of this prefix are one rank's own, and stay in its node's manifest
 
@@ -155,9 +156,10 @@ class IndexMerger:
         Raises:
             MissingRanks: A rank of the world has no part.
             Incomplete: An element of a tensor is in no shard.
-            WriterConflict: It is in two, or two nodes wrote the part of one rank.
+            WriterConflict: It is in two, two nodes wrote the part of one rank, or no state has all of their leaves.
         """
         assert self._first is not None
+        check_states(self._tensors, self._values)
         index = CheckpointIndex(
             self._first.key,
             self._first.world,

@@ -11,6 +11,7 @@ from everstep.checkpoint.format.coverage import check_cover, check_world
 from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.lines import as_text, shorten_value
 from everstep.checkpoint.format.manifest import CheckpointPart, Chunk, Manifest, Shard, StoredTensor
+from everstep.checkpoint.format.nested_names import check_states
 
 
 def merge_node_manifests(node_manifests: Sequence[Manifest]) -> Manifest:
@@ -19,11 +20,12 @@ def merge_node_manifests(node_manifests: Sequence[Manifest]) -> Manifest:
     Raises:
         MissingRanks: A rank's part is missing.
         Incomplete: An element of a tensor is in no shard.
-        WriterConflict: An element is in two shards, or the nodes disagree about a tensor, a plain value or what they
-            saved.
+        WriterConflict: An element is in two shards, or the nodes disagree about a tensor, a plain value, how a state is
+            built or what they saved.
     """
     merged = replace(join_manifests(node_manifests), nodes=len(node_manifests))
     check_whole(merged)
+    check_states(merged.tensors, merged.values)
     return merged
 
 

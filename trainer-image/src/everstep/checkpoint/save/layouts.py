@@ -67,6 +67,10 @@ class LayoutNames:
         text = json.dumps([self.names, list(kinds), numbers], separators=(",", ":"))
         return zlib.compress(text.encode(), _FAST)
 
+    def list_shared(self) -> list[str]:
+        """Return the names of the tensors that other ranks may hold too."""
+        return [name for name, claim in zip(self.names, self.claims, strict=True) if claim is Ownership.SHARED]
+
     @classmethod
     def decode(cls, data: bytes) -> LayoutNames:
         names, kinds, numbers = json.loads(zlib.decompress(data))

@@ -16,15 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format.descriptions import BUILT_AMONG
 from everstep.checkpoint.save.layouts import LayoutNames, RankLayout, decode_spans, digest_blob
+from everstep.checkpoint.save.value_sums import ADVICE, check_names, check_values
 from everstep.checkpoint.save.write_shares import Ints, LayoutGroup, WriteShares, share_writes
-
-ADVICE = (
-    "One name is one value. If these should be equal, make them so before saving (broadcast them from one rank). "
-    "To save what one rank has, give the object as FromRank(…); to save what each rank has for itself, give it as "
-    "PerRank(…), or give different things different names."
-)
 
 
 @dataclass(frozen=True)
@@ -132,8 +126,11 @@ class PlanCoordinator:
             for digest, blob, known in zip(head, pickle.loads(detail), blobs, strict=True):  # noqa: S301
                 if blob:
                     known[digest] = blob
-        _check_values(self._heads, blobs[2])
+        values = {digest: json.loads(zlib.decompress(blob)) for digest, blob in blobs[2].items()}
+        check_values([values[digest] for _, _, digest in self._heads])
         names = {digest: LayoutNames.decode(blob) for digest, blob in blobs[0].items()}
+        shared = {digest: each.list_shared() for digest, each in names.items()}
+        check_names([(shared[tensors], values[digest]) for tensors, _, digest in self._heads])
         ranks: dict[tuple[bytes, bytes], list[int]] = {}
         for rank, (tensors, spans, _) in enumerate(self._heads):
             ranks.setdefault((tensors, spans), []).append(rank)
@@ -183,28 +180,6 @@ def fingerprint_model(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     """Return a hash of what a model is: names, dtypes and whole shapes of its tensors, in any order."""
     lines = sorted(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in kinds.items())
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _check_values(heads: Sequence[Sequence[bytes]], blobs: Mapping[bytes, bytes]) -> None:
-    """Raise CheckpointError when two ranks have different plain values under one name."""
-    first: dict[str, tuple[str, int]] = {}
-    seen: set[bytes] = set()
-    for rank, (_, _, digest) in enumerate(heads):
-        if digest in seen:
-            continue
-        seen.add(digest)
-        for name, sum_ in json.loads(zlib.decompress(blobs[digest])).items():
-            known, holder = first.setdefault(name, (sum_, rank))
-            thing, is_structure, _ = name.partition(BUILT_AMONG)
-            if known != sum_ and is_structure:
-                raise CheckpointError(
-                    f"{thing} is not built the same on rank {holder} ({known}) and on rank {rank} ({sum_}): "
-                    "dictionaries have another order or kind, or one object is in several places on one of them only. "
-                    "Make them in the same order and share the same on all ranks, or give the object as FromRank(…) or "
-                    "PerRank(…)"
-                )
-            if known != sum_:
-                raise CheckpointError(f"{name} is not the same value on rank {holder} and on rank {rank}. {ADVICE}")
 
 
 def _encode_mask(places: Ints, count: int) -> bytes:

@@ -19,12 +19,15 @@ import torch
 import xxhash
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format.descriptions import is_description
+from everstep.checkpoint.format.descriptions import KIND, is_description
 from everstep.checkpoint.format.manifest import HEADER, align_offset, get_itemsize
+from everstep.checkpoint.format.nested_names import find_nested_states
 from everstep.checkpoint.save.layouts import LayoutNames, Ownership, RankLayout, span_of_box
 from everstep.checkpoint.save.plan_coordinator import PlanCoordinator, RankMessages
 from everstep.checkpoint.save.tensor_checksums import checksum_tensors
+from everstep.checkpoint.save.value_sums import mark_value
 from everstep.checkpoint.slots.slots import Box
+from everstep.checkpoint.state import names
 from everstep.checkpoint.state.flat import RANK, Flat, get_local_tensor
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.structure_sums import describe_structures
@@ -223,9 +226,11 @@ def _write_value(value: object) -> str:
 
 def _checksum_values(flat: Flat, rank: int) -> dict[str, str]:
     own = f"{RANK}.{rank}."
+    shared = {name: value for name, value in flat.values.items() if not name.startswith(own)}
     sums = {
-        name: xxhash.xxh3_64_hexdigest(_write_value(value).encode())
-        for name, value in flat.values.items()
-        if not name.startswith(own) and not is_description(name)
+        name: mark_value(xxhash.xxh3_64_hexdigest(_write_value(value).encode()), value)
+        for name, value in shared.items()
+        if not is_description(name)
     }
-    return {**sums, **describe_structures(flat, own)}
+    nested = {names.join_segments(each, KIND): "" for each in find_nested_states(shared)}
+    return {**sums, **nested, **describe_structures(flat, own)}

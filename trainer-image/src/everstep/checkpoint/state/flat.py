@@ -74,6 +74,10 @@ class Flat:
         gone = {name for name in bulk if name not in self.bulk or name in others} & planned.keys()
         if any(self.tensors[name].nbytes > _LARGEST_UNPLANNED for name in others):
             return self
+        # What fills the place of an array in the plan is passed over by a reader where a value has its name, and only
+        # there: a tensor, a dictionary, None or nothing needs a plan of its own.
+        if any(self.values.get(name) is None for name in gone - others):
+            return self
         tensors = {name: tensor for name, tensor in self.tensors.items() if name not in others}
         for name in gone:
             dtype, shape, *_ = planned[name]

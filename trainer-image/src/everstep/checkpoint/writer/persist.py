@@ -24,6 +24,7 @@ from everstep.checkpoint.format.manifest import (
     encode_manifest,
 )
 from everstep.checkpoint.format.merging import join_manifests
+from everstep.checkpoint.format.nested_names import check_states
 from everstep.checkpoint.publish.commit import announce_node, is_node_announced
 from everstep.checkpoint.slots.slots import Box, PartRecord, Slot, Slots
 from everstep.checkpoint.store.base import Store
@@ -94,6 +95,7 @@ def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progr
         return _sum_part(slots.layout(records[local].layout), data, records[local], created, progress)
 
     manifest = join_manifests(list(pool.map(sum_part, range(len(records)))))
+    check_states(manifest.tensors, manifest.values)
     slot.complete(manifest)
     return manifest
 
