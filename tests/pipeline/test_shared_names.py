@@ -156,3 +156,32 @@ def test_a_module_with_several_names_draws_the_same_wherever_the_model_is_cut() 
     cuts = [{f"blocks.{block}": int(block >= first) for block in range(4)} for first in (1, 3)]
     early, late = (ranks.run(2, _train, OneDropout, {"stage_of": cut})[0][0] for cut in cuts)
     assert early == pytest.approx(late, rel=1e-12)
+
+
+class NoisyTable(nn.Module):  # type: ignore[misc]
+    """Draws beside the module in it, whose weight is used elsewhere too, as an encoder with a tied embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.dropout(self.table(x).tanh(), 0.5, self.training)
+
+
+class TiedToNoisy(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.noisy, self.middle, self.tied, self.head = NoisyTable(), *(nn.Linear(4, 4) for _ in range(3))
+        self.tied.weight = self.noisy.table.weight
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.tied(self.middle(self.noisy(x)).tanh()).tanh())
+
+
+def test_a_module_that_draws_and_one_of_whose_weights_another_stage_of_its_process_has_draws_the_same() -> None:
+    cuts = ({"noisy": 0, "middle": 1, "tied": 1, "head": 1}, {"noisy": 0, "middle": 1, "tied": 2, "head": 3})
+    apart, together = (ranks.run(2, _train, TiedToNoisy, {"stage_of": cut, "schedule": "simple"})[0][0] for cut in cuts)
+    assert together == pytest.approx(apart, rel=1e-12)

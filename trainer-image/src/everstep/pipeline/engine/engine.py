@@ -43,6 +43,7 @@ from everstep.pipeline.engine.values import Gradients, Values
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.autocast import autocast_of, casting_to
 from everstep.pipeline.frontend.gradients import has_hooks, without_hooks
+from everstep.pipeline.frontend.skeleton import name_modules
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Action, ActionKind, Schedule
 from everstep.pipeline.schedules.flow import Flow
@@ -100,7 +101,7 @@ class Engine:
         self.parameters = Parameters(stages, stage_graph, schedule.placement, transport, self.data, options)
         if options.broadcast:
             self.parameters.synchronise()
-        modules = {name: module for stage in stages.values() for name, module in stage.module.named_modules()}
+        modules = name_modules(stage.module for stage in stages.values())
         self._random = Random(modules, transport.device, options.seed)
         self._statistics = RunningStatistics(modules.values())
         self._stages = {
@@ -294,8 +295,7 @@ class Engine:
         counted, own, device = self.parameters.counted_here, self.parameters.own, self.transport.device
         call = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
         hooks, narrow = call if any(map(has_hooks, own)) else None, self.parameters.narrow_gradients
-        add = partial(self.parameters.copies.add_up, self._sum, self.steps)
-        clip = self.options.clip
+        clip, add = self.options.clip, partial(self.parameters.copies.add_up, self._sum, self.steps)
         scaled = scale_to_mean_loss(own, counted, self._total, add, self.loss_scale, clip, device, hooks, narrow)
         narrow()
         self.steps += 1

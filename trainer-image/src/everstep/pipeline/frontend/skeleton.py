@@ -149,6 +149,20 @@ def _join_into(made: nn.Module, part: nn.Module) -> None:
             made._modules[name] = child
 
 
+def name_modules(parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules of several stages by their names in the model.
+
+    Where one stage has a module, and another a skeleton of it for a weight in it, it is the module: only that is
+    called.
+    """
+    found: dict[str, nn.Module] = {}
+    for part in parts:
+        for name, module in part.named_modules():
+            if name not in found or not isinstance(module, Skeleton):
+                found[name] = module
+    return found
+
+
 def _sort_as_original(made: Skeleton) -> None:
     """Bring what stages have brought one after the other into the order that it has in the model: else a shared weight
     could have another first name on this process, and the optimizer and checkpoints would not find it."""
