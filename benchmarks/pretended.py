@@ -161,7 +161,7 @@ def clear(cluster: Cluster, namespace: str, owners: Iterable[str] = ()) -> None:
     """
     core = f"/api/v1/namespaces/{namespace}"
     for owner in owners:
-        cluster.request("DELETE", owner.format(namespace=namespace), {"propagationPolicy": "Background"})
+        _unless_gone(cluster, "DELETE", owner.format(namespace=namespace), {"propagationPolicy": "Background"})
     kinds = [path.format(namespace=namespace) for path in (JOBS, "/apis/batch/v1/namespaces/{namespace}/jobs")]
     paths = [f"{kind}/{job['metadata']['name']}" for kind in kinds for job in cluster.items(kind)]
     in_parallel(lambda path: _unless_gone(cluster, "PATCH", path, {"spec": {"suspend": True}}), paths)

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 from benchmarks.peers.comparison import LONGEST_S, OURS, Comparison, format_seconds, key_of
 from benchmarks.peers.contenders import CONTENDERS
 
-WIDTH, LEFT, BARS = 760, 150, 480  # of the picture, of the names, of the longest bar
+WIDTH, LEFT, BARS = 760, 150, 400  # of the picture, of the names, of the longest bar
 LINE, GAP, TOP = 22, 34, 52  # from bar to bar, before a group for its name, before the first group
 COLOURS = {OURS: "#0b6e4f"}
 OTHER = "#8a94a6"
