@@ -50,9 +50,14 @@ class Site:
     def find_pod(self, name: str, rank: int) -> Object:
         """Return the pod in which a rank of a job runs, by the address from which it has told its start."""
         address, _ = self.ear.heard(name).address[rank]
-        found = self.cluster.items(f"/api/v1/namespaces/{self.namespace}/pods")
-        (pod,) = (pod for pod in found if pod["status"].get("podIP") == address and is_of(pod, name))
-        return pod
+        path = f"/api/v1/namespaces/{self.namespace}/pods"
+
+        def look() -> Object | None:
+            found = (pod for pod in self.cluster.items(path) if is_of(pod, name))
+            return next((pod for pod in found if pod["status"].get("podIP") == address), None)
+
+        # A rank is heard sooner than its kubelet has reported the pod's address.
+        return wait(look, 60, f"the pod of rank {rank} of {name}")
 
     def _env(self, name: str) -> dict[str, str]:
         return {each["name"]: each["value"] for each in self.ear.env(name)}
