@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE =
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-.PHONY: demo test test-gpu bench bench-gpu bench-checkpoint bench-pipeline bench-recovery bench-month bench-operator lint docs types test-unit test-torch test-integration test-e2e test-chaos
+.PHONY: demo test test-gpu bench bench-gpu bench-checkpoint bench-pipeline bench-recovery bench-peers bench-month bench-operator lint docs types test-unit test-torch test-integration test-e2e test-chaos
 demo: venv ## from nothing to a trained model on a cluster on this machine
 	UV=$(UV) $(RUN) python -m e2e.demo
 
@@ -75,6 +75,9 @@ bench-checkpoint: venv-torch ## saving and restoring against plain copies, write
 
 bench-recovery: venv ## what breaks on a real cluster, until all ranks train again, build/bench/recovery.json (ARGS="node-killed": some)
 	$(RUN) python -m benchmarks.recovery $(ARGS)
+
+bench-peers: venv ## everstep beside Indexed Jobs, JobSet, Kubeflow Trainer and mpi-operator on one cluster, build/bench/peers.json (ARGS="start-4": some)
+	$(RUN) python -m benchmarks.peers $(ARGS)
 
 bench-operator: venv ## processor time of the operator for each pod, by part, on a generated cluster, build/bench/operator-profile.json (ARGS="1x1000")
 	$(RUN) python -m benchmarks.operator_profile $(ARGS)

@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+from kubernetes.client import ApiException
 from urllib3.exceptions import HTTPError
 
 from e2e.harness import JOBS, Cluster, Object, training_job, wait
 
 T = TypeVar("T")
 PARALLEL = 50
+NOT_FOUND = 404
 TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
 ONLY_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 LABELS = {"pod-security.kubernetes.io/enforce": "privileged"}
@@ -25,10 +27,16 @@ Create = Callable[[Cluster, str, int, int], None]
 
 
 class PodWatch:
-    """Counts the pods of a namespace that the watch has shown Running, from just before the first is created."""
+    """Counts the pods of a namespace that the watch has shown Running, from just before the first is created.
 
-    def __init__(self, cluster: Cluster, namespace: str) -> None:
-        self._cluster, self._path = cluster, f"/api/v1/namespaces/{namespace}/pods"
+    Args:
+        cluster: The cluster.
+        namespace: The namespace that is watched.
+        selector: Labels of the pods that count; by default all do.
+    """
+
+    def __init__(self, cluster: Cluster, namespace: str, selector: str = "") -> None:
+        self._cluster, self._path, self._selector = cluster, f"/api/v1/namespaces/{namespace}/pods", selector
         self.running: set[str] = set()
         self._reached = threading.Condition()
         self._stop = threading.Event()
@@ -42,6 +50,7 @@ class PodWatch:
         while not self._stop.is_set():
             # Filtered by the server, and without spec and status: what this costs is taken from what is measured.
             running = {"watch": "true", "fieldSelector": "status.phase=Running", "timeoutSeconds": "60"}
+            running |= {"labelSelector": self._selector} if self._selector else {}
             for line in self._cluster.stream(self._path, ONLY_METADATA, **running, resourceVersion=seen):
                 event = json.loads(line)
                 if event["type"] == "ERROR":
@@ -57,9 +66,13 @@ class PodWatch:
                     return
 
     def wait(self, count: int, timeout: float = 300) -> None:
+        if not self.sees(count, timeout):
+            raise AssertionError(f"only {len(self.running)} of {count} pods Running after {timeout:.0f} s")
+
+    def sees(self, count: int, timeout: float) -> bool:
+        """Wait, and return whether so many run in time."""
         with self._reached:
-            if not self._reached.wait_for(lambda: len(self.running) >= count, timeout):
-                raise AssertionError(f"only {len(self.running)} of {count} pods Running after {timeout:.0f} s")
+            return self._reached.wait_for(lambda: len(self.running) >= count, timeout)
 
     def end(self) -> None:
         self._stop.set()
@@ -128,24 +141,32 @@ def started(cluster: Cluster, create: Create, jobs: int, pods: int) -> Iterator[
             yield name, time.monotonic() - began
         finally:
             watch.end()
-            _clear(cluster, name)
+            clear(cluster, name)
     # What removes thousands of events and endpoints would be a part of the next measurement.
     wait(lambda: cluster.get(f"/api/v1/namespaces/{name}") is None, 300, f"namespace {name} gone", every=0.5)
 
 
-def _clear(cluster: Cluster, namespace: str) -> None:
+def clear(cluster: Cluster, namespace: str, owners: Iterable[str] = ()) -> None:
     """Whole collections at once: a deletion for each pod would take as long as what is measured.
 
     Services go first: each pod that goes would have a list of a thousand addresses written again. Jobs are suspended
     before their pods go and deleted after that. The garbage collector asks for each pod of a deleted job by itself, 20
     in a second: for a thousand it would still be at it in the next measurement.
+
+    Args:
+        cluster: The cluster.
+        namespace: The namespace that is cleared.
+        owners: Paths of the kinds that other controllers make Jobs and pods from, the highest first. They go before
+            all others.
     """
     core = f"/api/v1/namespaces/{namespace}"
+    for owner in owners:
+        _unless_gone(cluster, "DELETE", owner.format(namespace=namespace), {"propagationPolicy": "Background"})
     kinds = [path.format(namespace=namespace) for path in (JOBS, "/apis/batch/v1/namespaces/{namespace}/jobs")]
     paths = [f"{kind}/{job['metadata']['name']}" for kind in kinds for job in cluster.items(kind)]
-    in_parallel(lambda path: cluster.request("PATCH", path, {"spec": {"suspend": True}}), paths)
+    in_parallel(lambda path: _unless_gone(cluster, "PATCH", path, {"spec": {"suspend": True}}), paths)
     services = [f"{core}/services/{service['metadata']['name']}" for service in cluster.items(f"{core}/services")]
-    in_parallel(lambda path: cluster.request("DELETE", path), services)
+    in_parallel(lambda path: _unless_gone(cluster, "DELETE", path), services)
 
     def none() -> bool:
         with suppress(HTTPError):  # five thousand take longer than one request may: the next one goes on
@@ -155,6 +176,15 @@ def _clear(cluster: Cluster, namespace: str) -> None:
     wait(none, 300, f"pods of {namespace} gone", every=0.2)
     for kind in kinds:
         cluster.request("DELETE", kind, {"propagationPolicy": "Background"})
+
+
+def _unless_gone(cluster: Cluster, method: str, path: str, body: Object | None = None) -> None:
+    """Change an object, which a garbage collector may take away meanwhile."""
+    try:
+        cluster.request(method, path, body)
+    except ApiException as error:
+        if error.status != NOT_FOUND:
+            raise
 
 
 def timed(cluster: Cluster, create: Create, jobs: int, pods: int) -> float:

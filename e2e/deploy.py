@@ -110,7 +110,14 @@ def load(
 
 
 def _load(running: backend.Cluster, only: Iterable[str] | None, done: Callable[[str], None]) -> None:
-    chosen = missing_images(running, only)
+    load_images(running, missing_images(running, only), done)
+
+
+def load_images(
+    running: backend.Cluster, chosen: Iterable[Image], done: Callable[[str], None] = lambda part: None
+) -> None:
+    """Give these images to each node, built now if need be; ``done`` is called with the name of each."""
+    chosen = list(chosen)
     keys = {each.name: each.key for each in chosen}
     if isinstance(running, LocalCluster):
         chosen = [each for each in chosen if not _link(running, each, keys[each.name], done)]

@@ -108,6 +108,12 @@ PROGRAMS = {
         Program("kube-router", "kube-router", "github.com/cloudnativelabs/kube-router/cmd/kube-router"),
         Program("kind", "kind", "sigs.k8s.io/kind"),
         Program("versitygw", "versitygw", "github.com/versity/versitygw/cmd/versitygw"),
+        # The controllers that `make bench-peers` measures beside everstep; nothing else needs them.
+        Program("jobset", "jobset", "sigs.k8s.io/jobset"),
+        Program(
+            "trainer-controller-manager", "trainer", "github.com/kubeflow/trainer/v2/cmd/trainer-controller-manager"
+        ),
+        Program("mpi-operator", "mpi-operator", "github.com/kubeflow/mpi-operator/cmd/mpi-operator"),
     )
 }
 

@@ -14,15 +14,24 @@ _LAYER = "application/vnd.oci.image.layer.v1.tar"
 
 
 def write_archive(
-    path: Path, name: str, files: Mapping[str, bytes], entrypoint: Sequence[str], links: Mapping[str, str] | None = None
+    path: Path,
+    name: str,
+    files: Mapping[str, bytes],
+    entrypoint: Sequence[str],
+    links: Mapping[str, str] | None = None,
+    user: str = "",
 ) -> None:
-    """Write an image of one layer with executable ``files`` and symbolic ``links``; the same input, the same bytes."""
+    """Write an image of one layer with executable ``files`` and symbolic ``links``; the same input, the same bytes.
+
+    It runs as ``user``, by default as root.
+    """
     layer = _layer(files, links or {})
+    as_user = {"User": user} if user else {}
     config = _json(
         {
             "architecture": "amd64",
             "os": "linux",
-            "config": {"Entrypoint": list(entrypoint), "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"]},
+            "config": {"Entrypoint": list(entrypoint), "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"], **as_user},
             "rootfs": {"type": "layers", "diff_ids": [digest(layer)]},
         }
     )
