@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
-from everstep.checkpoint import events as module
 from everstep.checkpoint.events import CheckpointEvent, Events
 from everstep.checkpoint.format.keys import Attempt, Key
 
@@ -15,7 +15,7 @@ def test_a_save_that_is_in_the_way_of_many_steps_is_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     events, told = Events(reports=False), list[CheckpointEvent]()
     events.on("stalled", told.append)
 
