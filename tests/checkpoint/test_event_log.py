@@ -1,4 +1,4 @@
-"""What is logged of the events of a run: each once, but not a line for each step of the same trouble."""
+"""The log of a run tells each of its events once, and not a line for each step of the same trouble."""
 
 from __future__ import annotations
 
