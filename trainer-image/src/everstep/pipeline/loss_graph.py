@@ -75,7 +75,7 @@ def check_loss_graph(
     def compute(output: Any) -> float:
         torch.manual_seed(0)
         with draws.at(drawn):
-            return float(compute_loss(loss, output, take(targets, count), count, weight).sum)
+            return float(compute_loss(loss, output, take(targets, count), count, weight).sum.detach())
 
     try:
         with as_before(model), attributes_kept(model), torch.enable_grad():
