@@ -345,6 +345,34 @@ async def test_a_hundred_jobs_in_one_go(world: World) -> None:
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.parametrize("dies", [False, True], ids=["the same operator", "the next operator"])
+async def test_the_service_of_a_large_job_names_all_pods_once_all_have_addresses(
+    operator: OperatorProcess, world: World, dies: bool
+) -> None:
+    """In few large writes of EndpointSlices. Pod 0 is looked for by others, and has its name from the beginning."""
+
+    async def selector() -> Any:
+        return (await world.client.get(SERVICES, world.namespace, "large"))["spec"]["selector"]
+
+    await world.submit("large", numNodes=101)
+    pods = await world.until_pods("large", 101, 120)
+    assert await selector() == {"everstep.dev/job": "large", "everstep.dev/index": "0"}
+    for pod in pods[:-1]:
+        await world.run(pod)
+    assert "everstep.dev/index" in await selector()
+    if dies:
+        operator.kill()
+    await world.run(pods[-1])
+    if dies:
+        operator.start()
+        operator.wait_ready()
+
+    async def named() -> bool:
+        return bool(await selector() == {"everstep.dev/job": "large"})
+
+    await until(named, "the Service to select all pods", 60)
+
+
 async def test_the_rights_used_are_those_of_the_table(control_plane: ControlPlane, world: World) -> None:
     """Everything the operator has asked of the API server so far, from the server's own audit log."""
     await world.submit("digits", numNodes=2)
@@ -353,7 +381,7 @@ async def test_the_rights_used_are_those_of_the_table(control_plane: ControlPlan
     # In this folder nothing outlives its TTL and no agent's version is an hour old; not every test comes before this.
     rare = {("delete", "everstep.dev", "trainingjobs"), ("delete", "", "secrets"), ("delete", "", "configmaps")}
     rare |= {("delete", "", "pods"), ("get", "everstep.dev", "trainingjobs"), ("get", "", "pods")}
-    rare |= {("get", "", "services"), ("get", "", "configmaps")}
+    rare |= {("get", "", "services"), ("patch", "", "services"), ("get", "", "configmaps")}
     rare |= {
         ("get", "", "nodes"),
         ("list", "", "events"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import dataclasses
 import json
 import re
@@ -15,7 +16,7 @@ import pytest_asyncio
 
 from everstep.agent.wire.auth import job_token
 from everstep_operator.api.job import TrainingJob
-from everstep_operator.cluster import errors
+from everstep_operator.cluster import action_executor, errors
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject, check_ownership
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache
@@ -37,9 +38,11 @@ from everstep_operator.plan.actions import (
     EnsureSecret,
     EnsureService,
     EnsureTemplate,
+    NamePods,
     PodRef,
 )
 from everstep_operator.plan.frozen_template import FrozenTemplate
+from everstep_operator.plan.job_service import build_service
 from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_owner_reference
@@ -61,6 +64,7 @@ class Objects:
         self.admission: errors.ApiError | None = None  # rejects every create, also of what is there
         self.mutate: Callable[[Any], Any] = lambda body: body  # a mutating webhook
         self.created: list[str] = []
+        self.merges = 0
 
     async def create(self, resource: Any, namespace: str, body: Any, **_: Any) -> Any:
         name = (resource.plural, body["metadata"]["name"])
@@ -68,8 +72,8 @@ class Objects:
             raise self.admission
         if name in self.there:
             raise errors.AlreadyExists(409, "AlreadyExists", "there")
-        body = self.mutate(body)
-        self.there[name] = {**body, "metadata": {**body["metadata"], "uid": "u"}}
+        body = self.mutate(copy.deepcopy(body))
+        self.there[name] = {**body, "metadata": {**body["metadata"], "uid": "u", "resourceVersion": "1"}}
         self.created.append(name[1])
         if self.lose == name[1]:
             self.lose = ""
@@ -86,6 +90,13 @@ class Objects:
         self, resource: Any, namespace: str, *, labels: str, metadata_only: bool = False
     ) -> AsyncIterator[ListPage]:
         yield ListPage([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
+
+    async def merge(self, resource: Any, namespace: str, body: Any) -> Any:
+        self.merges += 1
+        if self.admission is not None:
+            raise self.admission
+        spec = self.there[(resource.plural, body["metadata"]["name"])]["spec"]
+        spec["selector"] = {k: v for k, v in spec["selector"].items() if k not in body["spec"]["selector"]}
 
     async def delete(
         self, resource: Any, namespace: str, name: str, *, uid: str | None, grace: int | None = None
@@ -170,7 +181,7 @@ async def test_what_a_job_has_already_needs_no_admission(
 ) -> None:
     """A quota that the job's own objects use up rejects them before the API server looks whether they are there."""
     built = job().build()
-    service = EnsureService("digits", template.build_service(built, PlanSettings()))
+    service = EnsureService("digits", build_service(built, PlanSettings(), is_complete=False))
     actions: list[Action] = [service, *of_template(built, 1), CreatePods((0, 1), 1, resolved(built, 1))]
     assert await actor.execute(JOB, actions) == (None, None)
     there = dict(objects.there)
@@ -182,6 +193,37 @@ async def test_what_a_job_has_already_needs_no_admission(
         refused, _ = await actor.execute(JOB, [action], patient=False)
         assert refused is not None, "what is not there needs it"
         assert refused.message == rejection.message
+
+
+async def test_a_large_jobs_service_comes_to_select_all_pods_once(actor: ActionExecutor, objects: Any) -> None:
+    built, settings = job().nodes(101).build(), PlanSettings()
+    few = EnsureService("digits", build_service(built, settings, is_complete=False))
+    named = NamePods(build_service(built, settings, is_complete=True))
+    for number in (1, 2):
+        assert await actor.execute(JOB, [few, named, few, named]) == (None, None)
+        assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits"}
+        assert objects.merges == number, "and for one that was deleted and made again, once more"
+        del objects.there[("services", "digits")]
+    actor.forget(JOB.uid)
+    assert await actor.execute(JOB, [named]) == (None, None)
+    assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits"}
+
+
+async def test_no_job_waits_for_the_names_of_its_pods(
+    actor: ActionExecutor, objects: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, settings = job().nodes(101).build(), PlanSettings()
+    named = NamePods(build_service(built, settings, is_complete=True))
+    assert await actor.execute(JOB, [EnsureService("digits", build_service(built, settings, is_complete=False))])
+    objects.admission = errors.Forbidden(403, "Forbidden", "of an older chart")
+    for _ in range(5):
+        assert await actor.execute(JOB, [named]) == (None, None)
+    assert objects.merges == 1, "it is not tried again at once"
+    objects.admission = None
+    monkeypatch.setattr(action_executor, "NAME_RETRY_SECONDS", 0.0)
+    actor.forget(JOB.uid)
+    assert await actor.execute(JOB, [named]) == (None, None)
+    assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits"}
 
 
 async def test_where_admission_rejects_deletes_too_its_first_words_are_told(

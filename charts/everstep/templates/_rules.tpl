@@ -20,7 +20,7 @@ and never reads one.
   verbs: [create, get, list, watch, delete]
 - apiGroups: [""]
   resources: [services]
-  verbs: [create, get]
+  verbs: [create, get, patch]
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, delete]

@@ -438,6 +438,7 @@ class Reconciler:
         for each in {uid, known.uid if known is not None else uid}:
             self.frozen.forget(each)
             self.claims.forget(each)
+            self.actor.forget(each)
         self.queue.discard(key)
 
 

@@ -10,6 +10,8 @@ import asyncio
 import base64
 import contextlib
 import json
+import math
+import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +33,8 @@ from everstep_operator.cluster.out_of_service import OutOfServiceTaints
 from everstep_operator.cluster.pod_projection import decode_pod
 from everstep_operator.cluster.resources import BUDGETS, CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
 from everstep_operator.plan import actions as act
-from everstep_operator.plan.labels import LABEL_JOB, LABEL_TEMPLATE
+from everstep_operator.plan.job_service import lacks_names
+from everstep_operator.plan.labels import LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observation import Rejection
 from everstep_operator.plan.operator_keys import find_key, make_secret_name
 from everstep_operator.plan.pod_manifest import build_pod
@@ -39,6 +42,7 @@ from everstep_operator.plan.pod_manifest import build_pod
 log = structlog.get_logger(__name__)
 
 PUSH_RETRY_SECONDS = 3.0
+NAME_RETRY_SECONDS = 30.0  # after a rejection: ranks find each other without names
 # A quota, a webhook or a policy judges a create before the API server looks whether the name is taken.
 _BY_ADMISSION = (errors.Forbidden, errors.Invalid, errors.WebhookUnavailable)
 _NO_UID = "none"  # of no object: a delete with it tells whether there is one, and deletes nothing
@@ -74,9 +78,14 @@ class ActionExecutor:
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     budgets: DisruptionBudgets
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
+    _names_due: dict[str, float] = field(default_factory=dict)  # by UID of large jobs: see `_name_pods`
 
     def __post_init__(self) -> None:
         self.taints = OutOfServiceTaints(self.client)
+
+    def forget(self, uid: str) -> None:
+        """Forget what was done for a job."""
+        self._names_due.pop(uid, None)
 
     async def execute(
         self, job: JobRef, actions: Sequence[act.Action], *, patient: bool = True
@@ -133,7 +142,11 @@ class ActionExecutor:
         """Execute one action. Return False if it has to be tried again soon, though nothing is wrong."""
         match action:
             case act.EnsureService():
-                await self._ensure(SERVICES, job, action.body)
+                _, is_new = await self._ensure(SERVICES, job, action.body)
+                if is_new:
+                    self.forget(job.uid)
+            case act.NamePods():
+                await self._name_pods(job, action)
             case act.EnsureTemplate():
                 await self._ensure_template(job, action)
             case act.EnsureSecret():
@@ -192,6 +205,23 @@ class ActionExecutor:
             raise rejection from None
         check_ownership(resource, job, found)
         return found, False
+
+    async def _name_pods(self, job: JobRef, action: act.NamePods) -> None:
+        """Let the job's Service select all of its pods, once."""
+        if time.monotonic() < self._names_due.get(job.uid, 0.0):
+            return
+        self._names_due[job.uid] = time.monotonic() + NAME_RETRY_SECONDS
+        try:
+            found, _ = await self._ensure(SERVICES, job, action.body)
+            if lacks_names(found):
+                version = found["metadata"]["resourceVersion"]
+                meta = {"name": found["metadata"]["name"], "resourceVersion": version}
+                body = {"metadata": meta, "spec": {"selector": {LABEL_INDEX: None}}}
+                await self.client.merge(SERVICES, job.namespace, body)
+        except (errors.ApiError, errors.Unreachable, errors.NotOurs, StaleObject) as error:
+            log.warning("pods have no names in DNS yet", job=f"{job.namespace}/{job.name}", error=str(error))
+            return
+        self._names_due[job.uid] = math.inf
 
     async def _ensure_template(self, job: JobRef, action: act.EnsureTemplate) -> None:
         made, _ = await self._ensure(CONFIG_MAPS, job, action.body)

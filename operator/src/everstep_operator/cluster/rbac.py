@@ -27,7 +27,7 @@ USED_PERMISSIONS: frozenset[Permission] = frozenset(
         *_make_permissions("jobs", "everstep.dev", "trainingjobs", "get", "list", "watch", "delete"),
         *_make_permissions("jobs", "everstep.dev", "trainingjobs/status", "patch"),
         *_make_permissions("jobs", "", "pods", "create", "get", "list", "watch", "delete"),
-        *_make_permissions("jobs", "", "services", "create", "get"),
+        *_make_permissions("jobs", "", "services", "create", "get", "patch"),
         *_make_permissions("jobs", "", "secrets", "create", "delete"),  # never get: a token is derived, not read
         *_make_permissions("jobs", "", "configmaps", "create", "get", "list", "delete"),
         *_make_permissions("jobs", "", "persistentvolumeclaims", "get"),

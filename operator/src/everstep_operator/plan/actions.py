@@ -30,6 +30,14 @@ class EnsureService:
 
 
 @dataclass(frozen=True, slots=True)
+class NamePods:
+    """Let the Service of a large job select all of its pods, which have addresses now. May be asked for again and
+    again: the runtime does it once. That it is rejected holds nothing up: ranks find each other without names."""
+
+    body: Mapping[str, Any]  # the Service with that selector, should it have been deleted
+
+
+@dataclass(frozen=True, slots=True)
 class EnsureSecret:
     """Immutable Secret; the runtime adds the key `token` = HMAC-SHA256(operator key, job UID + "/" + template)."""
 
@@ -158,6 +166,7 @@ class DeleteJob:
 
 Action = (
     EnsureService
+    | NamePods
     | EnsureSecret
     | EnsureAgent
     | EnsureTemplate

@@ -8,6 +8,7 @@ from everstep_operator.plan import (
     disruption_budget,
     gang,
     job_outcome,
+    job_service,
     node_loss,
     node_notices,
     node_trouble,
@@ -259,9 +260,11 @@ def _advance_job(s: PlanContext, account: RestartBudget, begun: StartRecord) -> 
         decision = decision.with_fields(message=Reason.WAITING_FOR_CAPACITY.meaning)
     elif pod_creation.has_pod_creation(decision) and decision.reason in gang.BLOCKED_REASONS:
         decision = decision.with_fields(reason=Reason.RESTARTING, message=Reason.RESTARTING.meaning, stalled=False)
-    return _push_addresses(
-        s, decision.requeue_at(pod_creation.next_release_check(s), pool_selection.select_next_pool(s)[1])
-    )
+    decision = decision.requeue_at(pod_creation.next_release_check(s), pool_selection.select_next_pool(s)[1])
+    # First the table: a generation begins with it.
+    decision = _push_addresses(s, decision)
+    named = job_service.name_pods(s)
+    return decision.with_actions(named) if named is not None else decision
 
 
 def _has_nothing_new(s: PlanContext, decision: Decision) -> bool:

@@ -8,7 +8,15 @@ from dataclasses import replace as replace_fields
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus
-from everstep_operator.plan import gang, node_notices, pod_replacement, restart_budget, start_failures, template
+from everstep_operator.plan import (
+    gang,
+    job_service,
+    node_notices,
+    pod_replacement,
+    restart_budget,
+    start_failures,
+    template,
+)
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
@@ -257,7 +265,8 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
         if frozen.on_demand is not None:
             actions.append(DryRun(build_pod(frozen, frozen.num_on_demand, epoch)))
     if s.wanted > 1:
-        actions.append(EnsureService(job.metadata.name, template.build_service(job, settings)))
+        service = job_service.build_service(job, settings, is_complete=len(chosen) < s.wanted)
+        actions.append(EnsureService(job.metadata.name, service))
     name = template.config_map_name_of(frozen)
     if not frozen.job.get("plain"):
         # By the template's name too: nothing else is mounted by the pods that come of it.

@@ -149,7 +149,7 @@ def build_config_map(job: TrainingJob, frozen: FrozenTemplate, key: bytes) -> di
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _build_metadata(job, config_map_name_of(frozen), frozen.epoch),
+        "metadata": build_metadata(job, config_map_name_of(frozen), frozen.epoch),
         "immutable": True,
         "data": data,
     }
@@ -157,24 +157,8 @@ def build_config_map(job: TrainingJob, frozen: FrozenTemplate, key: bytes) -> di
 
 def build_secret(job: TrainingJob, epoch: int, name: str) -> dict[str, Any]:
     """Return the immutable Secret `name`, still without its token."""
-    meta = _build_metadata(job, name, epoch)
+    meta = build_metadata(job, name, epoch)
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "type": "Opaque"}
-
-
-def build_service(job: TrainingJob, settings: PlanSettings) -> dict[str, Any]:
-    """Return the headless Service that gives the pods their names before they are ready."""
-    meta = _build_metadata(job, job.metadata.name)
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": meta,
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {LABEL_JOB: job.metadata.name},
-            "ports": [{"name": "agent", "port": settings.agent_port, "protocol": "TCP"}],
-        },
-    }
 
 
 def secret_name_of(frozen: FrozenTemplate) -> str:
@@ -236,7 +220,8 @@ def _sign_template(data: Mapping[str, str], namespace: str, uid: str, epoch: int
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def _build_metadata(job: TrainingJob, name: str, epoch: int | None = None) -> dict[str, Any]:
+def build_metadata(job: TrainingJob, name: str, epoch: int | None = None) -> dict[str, Any]:
+    """Return the metadata of an object that belongs to a job, and to a template epoch of it if one is given."""
     labels = {**MANAGED_BY_LABEL, LABEL_JOB: job.metadata.name}
     if epoch is not None:
         labels[LABEL_TEMPLATE] = str(epoch)
