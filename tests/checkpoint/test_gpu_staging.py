@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.save.device_staging import CudaStaging, choose_staging, sort_pairs
@@ -30,6 +34,13 @@ def cuda() -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 # ---- how copies are made
 
 
@@ -47,6 +58,20 @@ def test_a_state_without_a_gpu_is_copied_by_this_process(cuda: Runtime) -> None:
     assert isinstance(choose_staging([torch.ones(2)]), Host)
     assert isinstance(choose_staging([torch.ones(2), on_gpu(torch.ones(2))]), CudaStaging)
     assert isinstance(choose_staging([pinned(torch.ones(2))]), CudaStaging), "a GPU may write there"
+
+
+def test_parameters_that_fsdp_offloads_are_copied_as_what_they_are(
+    cuda: Runtime, one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 cannot tell whether a DTensor is page-locked, and every save of such a model failed."""
+
+    def is_pinned(self: DTensor) -> bool:
+        raise NotImplementedError("Operator aten.is_pinned.default does not have a sharding strategy registered.")
+
+    monkeypatch.setattr(DTensor, "is_pinned", is_pinned)
+    offloaded = [DTensor.from_local(each, one_rank, [Shard(0)]) for each in (torch.ones(2), pinned(torch.ones(2)))]
+    assert isinstance(choose_staging(offloaded[:1]), Host)
+    assert isinstance(choose_staging(offloaded), CudaStaging)
 
 
 ODD: dict[str, Any] = {

@@ -11,6 +11,7 @@ import torch
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.save.pinning import PinnedMemory
+from everstep.checkpoint.state.memory import get_local_tensor
 from everstep.checkpoint.state.staging import Host, Staging
 from everstep.checkpoint.state.steps import STEPS, OptimizerSteps
 
@@ -175,7 +176,9 @@ def sort_pairs(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
 def choose_staging(tensors: Sequence[torch.Tensor]) -> Staging:
     """Return the staging for a state: a GPU's where any of it is on one, or in memory that GPUs write into."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    if devices or (torch.cuda.is_initialized() and any(tensor.is_pinned() for tensor in tensors if tensor.is_cpu)):
+    # Of a DTensor its part: older versions of torch cannot tell whether one as a whole is page-locked.
+    here = (get_local_tensor(tensor) for tensor in tensors if tensor.is_cpu)
+    if devices or (torch.cuda.is_initialized() and any(tensor.is_pinned() for tensor in here)):
         return CudaStaging(devices)
     return Host()
 
