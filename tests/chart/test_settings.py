@@ -103,3 +103,7 @@ def test_an_empty_list_reaches_the_operator_as_none_and_not_as_its_default(rende
 def test_what_is_null_reaches_the_operator_as_none_of_it(render: Render) -> None:
     settings = OperatorSettings.load(environment(render(jobPods={"annotations": None}, nodeSignals=None)))
     assert settings == DEFAULTS.model_copy(update={"job_pod_annotations": {}})
+
+
+def test_namespaces_that_are_null_are_every_namespace(render: Render) -> None:
+    assert render(watchNamespaces=None) == render()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,6 +57,34 @@ def test_without_a_cluster_it_says_so(everstep_process: Everstep, monkeypatch: p
     assert done.returncode == 1
     assert "no cluster is configured" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("text", ["clusters: [\n", "a text\n"])
+def test_a_kubeconfig_that_cannot_be_read_is_told_in_one_message(
+    everstep_process: Everstep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "kubeconfig").write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    done = everstep_process("status", "j")
+    assert done.returncode == 1
+    assert done.stderr.startswith("everstep: the kubeconfig cannot be read: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_characters_that_the_output_s_encoding_lacks_are_escaped() -> None:
+    source = (
+        "import sys\n"
+        "from everstep.cli import main\n"
+        "sys.argv = ['everstep', 'version']\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "from everstep.cli.terminal import make_stdout\n"
+        "make_stdout().print('loss \\u2588')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[1:] == ["loss \\u2588"], done.stderr
 
 
 def test_an_output_without_room_is_told_in_one_line(tmp_path: Path) -> None:

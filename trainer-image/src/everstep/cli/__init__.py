@@ -7,6 +7,7 @@ validate` must work where neither torch nor the Kubernetes client is installed.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 
@@ -15,6 +16,9 @@ def main() -> None:
     from everstep.cli.app import app
     from everstep.cli.errors import CliError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # programs print characters that the encoding of a locale may lack
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except CliError as error:

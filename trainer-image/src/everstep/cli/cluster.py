@@ -63,12 +63,15 @@ class ClusterClient:
     def __init__(self, context: str | None, namespace: str | None) -> None:
         try:
             from kubernetes import client, config
+            from yaml import YAMLError
         except ImportError:
             raise CliError("this command needs the Kubernetes client: pip install 'everstep[operator]'") from None
         try:
             _load_credentials(config, context)
         except config.ConfigException as error:
             raise CliError(f"no cluster is configured: {error}. Set KUBECONFIG, or choose one with --context") from None
+        except (YAMLError, TypeError) as error:  # a file that is no YAML, or is no kubeconfig
+            raise CliError(f"the kubeconfig cannot be read: {error}. Correct it, or set KUBECONFIG") from None
         configuration = client.Configuration.get_default_copy()
         configuration.socket_options = _keep_alive()
         self._api = client.ApiClient(configuration)
