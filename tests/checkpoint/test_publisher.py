@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -201,6 +202,23 @@ def test_a_store_that_fails_for_a_while_gets_it_later(watched: Path, tmp_path: P
     assert [event.name for event in told] == ["failed"]
     assert len(publisher.poll()) == 1
     assert [event.name for event in told] == ["failed", "saved"]
+
+
+def test_a_store_that_is_mounted_again_under_another_number_gets_what_comes_next(watched: Path, tmp_path: Path) -> None:
+    told: list[CheckpointEvent] = []
+    publisher = Publisher(PosixStore(tmp_path / "store"), watched, quiet=0, each="checkpoint-*", tell=told.append)
+
+    def published(step: int) -> list[int]:
+        (watched / f"checkpoint-{step}").mkdir(exist_ok=True)
+        (watched / f"checkpoint-{step}" / "model").write_text(str(step))
+        return [each.key.step for each in publisher.poll()]
+
+    assert published(1) == [1]
+    (tmp_path / "store").rename(tmp_path / "away")
+    assert published(2) == []
+    assert "its folder is gone" in told[-1].why
+    shutil.copytree(tmp_path / "away", tmp_path / "store")  # its files, in a folder of another number
+    assert published(3) == [2, 3]
 
 
 @pytest.mark.parametrize("each", [None, "checkpoint-*"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -157,12 +158,22 @@ def test_ranks_may_have_built_a_dictionary_in_another_order(tmp_path: Path) -> N
 
 
 def kept_by_one(rank: int, folder: Path, keeper: int) -> list[Any]:
+    # As names, or as one value each: of plain values in lists, of keys that are no text, of an array, of None itself.
     kept = {"epoch": 2, "history": {"e0": 1.5, "e1": 1.0}, "best": {"loss": 1.0}, "seen": [torch.ones(1)], "last": {}}
+    kept |= {
+        "file \udcff": {"a": 1},
+        "losses": [1.5, 1.0],
+        "by_epoch": {0: 1.5},
+        "loss": 1.0,
+        "curve": np.arange(3),
+        "map": np.arange(999),
+    }
     nothing = {"epoch": 2, "history": {}, "best": None, "seen": [], "last": {}}
+    nothing |= {"file \udcff": {}, "losses": [], "by_epoch": {}, "loss": None, "curve": None, "map": None}
     ranks.save(PosixStore(folder / "store"), ranks.key(1), {"state": kept if rank == keeper else nothing})
-    given: dict[str, Any] = {"epoch": 0, "history": {}, "best": None, "seen": [], "last": {}}
+    given: dict[str, Any] = {**nothing, "epoch": 0}
     ranks.restore(PosixStore(folder / "store"), folder / "memory", {"state": given})
-    return [everstep.load(folder / "store")["state"] == kept, given == kept]
+    return [exactly(found) == exactly(kept) for found in (everstep.load(folder / "store")["state"], given)]
 
 
 @pytest.mark.parametrize("keeper", [0, 1])

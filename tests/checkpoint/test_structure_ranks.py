@@ -170,6 +170,29 @@ def test_a_state_that_nobody_could_build_is_not_committed_whenever_ranks_come_to
     assert steps_in(folder) == [1, 3]
 
 
+def keeps_more_and_more(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 0 alone keeps something, from the first save on and from the second on."""
+    state: dict[str, Any] = {"losses": [] if rank else [1.5], "best": None, "by_epoch": None, "seen": {}, "n": 0}
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(state=state, loop=Stateful(state))
+        for step in (1, 2, 3):
+            state["n"] = step
+            ckpt.save(step)
+            ckpt.wait()
+            if not rank:
+                state["losses"].append(1.0)
+                state |= {"best": 0.5 / step, "by_epoch": {step: 1.0}, "seen": {"a": step}}
+    loaded = everstep.load(folder / "store")
+    assert loaded["state"] == loaded["loop"]
+    return dict(loaded["state"])
+
+
+def test_what_one_rank_alone_keeps_is_saved_at_each_save_where_others_have_nothing(folder: Path) -> None:
+    kept = {"losses": [1.5, 1.0, 1.0], "best": 0.25, "by_epoch": {2: 1.0}, "seen": {"a": 2}, "n": 3}
+    assert ranks.run(2, keeps_more_and_more, folder) == [kept, kept]
+    assert steps_in(folder) == [1, 2, 3]
+
+
 def plan_ordinary(rank: int) -> list[str]:
     found = [
         why_not_planned(trained(how, is_sharing)) for how in ("sharded", "replicated") for is_sharing in (False, True)

@@ -14,11 +14,9 @@ from everstep.checkpoint.errors import Damaged, Incomplete, MissingRanks, Writer
 from everstep.checkpoint.format import lines
 from everstep.checkpoint.format.checksum import ALGORITHMS, compute_checksum, get_checksum_width
 from everstep.checkpoint.format.coverage import FlatBox, Region, check_cover, check_world, join_boxes, overlaps_region
-from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.keys import Attempt, Key
-from everstep.checkpoint.format.lines import as_text, shorten_value
 from everstep.checkpoint.format.manifest import Manifest, Shard, get_itemsize
-from everstep.checkpoint.format.nested_names import check_states
+from everstep.checkpoint.format.nested_names import check_states, join_values
 
 RANK_VALUES = "rank."  # values of this prefix are one rank's own, and stay in its node's manifest
 
@@ -142,13 +140,7 @@ class IndexMerger:
             if (dtype, shape) != (tensor.dtype, tensor.shape):
                 raise WriterConflict(name, f"{dtype} {shape} for one writer, {tensor.dtype} {tensor.shape} for another")
             boxes.extend((node, *box[1:]) for box in tensor.boxes)
-        for name, value in announced.values.items():
-            if is_description(name):
-                value = self._values.get(name, value)
-            if name in self._values and as_text(self._values[name]) != as_text(value):
-                values = f"{shorten_value(self._values[name])}, {shorten_value(value)}"
-                raise WriterConflict(name, f"two writers disagree about this value: {values}")
-            self._values[name] = value
+        join_values(self._values, announced.values)
 
     def merged(self) -> CheckpointIndex:
         """Return the index of all nodes.

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 from everstep.checkpoint.errors import WriterConflict
 from everstep.checkpoint.format.coverage import check_cover, check_world
-from everstep.checkpoint.format.descriptions import is_description
-from everstep.checkpoint.format.lines import as_text, shorten_value
 from everstep.checkpoint.format.manifest import CheckpointPart, Chunk, Manifest, Shard, StoredTensor
-from everstep.checkpoint.format.nested_names import check_states
+from everstep.checkpoint.format.nested_names import check_states, join_values
 
 
 def merge_node_manifests(node_manifests: Sequence[Manifest]) -> Manifest:
@@ -61,15 +59,7 @@ def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
                 one, other = f"{known.dtype} {known.shape}", f"{tensor.dtype} {tensor.shape}"
                 raise WriterConflict(name, f"{one} for one writer, {other} for another")
             shards[name].extend(_move_shard(shard, len(parts)) for shard in tensor.shards)
-        for name, value in manifest.values.items():
-            if is_description(name):
-                value = values.get(name, value)
-            if name in values and as_text(values[name]) != as_text(value):
-                raise WriterConflict(
-                    name,
-                    f"two writers disagree about this value: {shorten_value(values[name])}, {shorten_value(value)}",
-                )
-            values[name] = value
+        join_values(values, manifest.values)
         parts.extend(manifest.parts)
     seen: set[str] = set()
     for part in parts:

@@ -1,4 +1,7 @@
-"""See that what ranks hold of a nested state are names of one state: else nobody could build it again. Pure."""
+"""Put together what ranks hold of a nested state, and see that it is one state: else nobody could build it again. Pure.
+
+None and empty containers are no difference to what another rank has in their place: one rank may keep a history alone.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from everstep.checkpoint.errors import WriterConflict
 from everstep.checkpoint.format.descriptions import KIND, is_description, object_of
+from everstep.checkpoint.format.lines import as_text, shorten_value
 
 _NESTED = ("value", "stateful")  # kinds of objects whose leaves are named by their places in a nested state
 _EMPTY: tuple[object, ...] = ([], *({tag: []} for tag in ("dict", "tuple", "OrderedDict", "Counter")))
@@ -28,6 +32,30 @@ def is_empty(packed: object) -> bool:
     if isinstance(packed, dict) and "defaultdict" in packed:
         return not packed["defaultdict"][1]
     return packed is None or packed in _EMPTY
+
+
+def join_values(values: dict[str, object], more: Mapping[str, object]) -> None:
+    """Add the packed values of a rank, or of a node, to those of others.
+
+    Args:
+        values: Of the others; what has nothing in it gives way to what is added.
+        more: With the descriptions of their objects, of which anyone's will do.
+
+    Raises:
+        WriterConflict: Both have another value under one name.
+    """
+    nested = find_nested_states(more)
+    for name, value in more.items():
+        known = values.setdefault(name, value)
+        if known is value or is_description(name) or as_text(known) == as_text(value):
+            continue
+        gives_way = [is_empty(each) for each in (known, value)] if object_of(name) in nested else [False, False]
+        if not any(gives_way) or (all(gives_way) and None not in (known, value)):
+            raise WriterConflict(
+                name, f"two writers disagree about this value: {shorten_value(known)}, {shorten_value(value)}"
+            )
+        if known is None or (gives_way[0] and value is not None):
+            values[name] = value
 
 
 def find_contradiction(names: Mapping[str, bool]) -> tuple[str, str] | None:

@@ -58,12 +58,14 @@ def claim_attempt(store: Store) -> Attempt:
         StoreTaken, Superseded, AttemptTaken: It is not to write there: see attempts.claim_store().
         StoreError: The store cannot be asked.
     """
-    given = fence.get_given_attempt()
-    if given is None:
-        return attempts.claim_next_attempt(store)
-    machines = (attempts.identify_machine(),)
-    attempts.claim_store(store, given, attempts.RunIdentity(attempts.get_own_job(), machines))
-    return given
+    claimed = fence.get_given_attempt()
+    if claimed is None:
+        claimed = attempts.claim_next_attempt(store)
+    else:
+        machines = (attempts.identify_machine(),)
+        attempts.claim_store(store, claimed, attempts.RunIdentity(attempts.get_own_job(), machines))
+    attempts.run_of(store)  # by which a folder is known again when its file system comes back under another number
+    return claimed
 
 
 def write_checkpoint(

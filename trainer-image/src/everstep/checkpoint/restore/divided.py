@@ -27,7 +27,8 @@ def find_elsewhere(consensus: Consensus, objects: Mapping[str, object]) -> froze
         objects: What is to be restored, by name.
     """
     own = {name for prefix, each in objects.items() for name in _iterate_names(prefix, each)}
-    digest = hashlib.blake2b("\n".join(sorted(own)).encode(), digest_size=16).hexdigest()
+    text = "\n".join(sorted(own)).encode("utf-8", "surrogatepass")  # a key may be the name of a file
+    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
     if consensus.agree(digest, lambda every: len(set(every)) == 1):
         return frozenset()
     some = consensus.agree(

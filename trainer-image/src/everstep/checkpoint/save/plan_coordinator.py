@@ -74,7 +74,7 @@ class RankMessages:
     def check(verdict: bytes) -> None:
         """Raise CheckpointError when ranks hold different things under one name."""
         if verdict:
-            raise CheckpointError(verdict.decode())
+            raise CheckpointError(verdict.decode("utf-8", "backslashreplace"))
 
 
 class PlanCoordinator:
@@ -118,7 +118,7 @@ class PlanCoordinator:
         found = [pickle.loads(each) for each in sums]  # noqa: S301
         failures = [each for each in found if isinstance(each, str)]
         words = "; ".join(failures) if failures else self._unequal(found)
-        return [words.encode()] * len(sums)
+        return [words.encode("utf-8", "backslashreplace")] * len(sums)
 
     def _planned(self, details: Sequence[bytes]) -> list[bytes]:
         blobs: tuple[dict[bytes, bytes], ...] = ({}, {}, {})

@@ -30,6 +30,8 @@ def mark_value(checksum: str, packed: object) -> str:
 def check_values(sums: Sequence[Mapping[str, str]]) -> None:
     """See that no two ranks have different plain values under one name, or have built one state in different ways.
 
+    None and empty containers of a nested state give way to what another rank has, see nested_names.join_values().
+
     Args:
         sums: Of each rank: by name, what mark_value() gives, or the words of a structure.
 
@@ -42,6 +44,7 @@ def check_values(sums: Sequence[Mapping[str, str]]) -> None:
         if id(held) in seen:
             continue
         seen.add(id(held))
+        nested = _list_nested(held)
         for name, sum_ in held.items():
             known, holder = first.setdefault(name, (sum_, rank))
             thing, is_structure, _ = name.partition(BUILT_AMONG)
@@ -52,7 +55,9 @@ def check_values(sums: Sequence[Mapping[str, str]]) -> None:
                     "Make them in the same order and share the same on all ranks, or give the object as FromRank(…) or "
                     "PerRank(…)"
                 )
-            if known != sum_:
+            if known != sum_ and object_of(name) in nested and _gives_way(known, sum_):
+                first[name] = sum_, rank
+            elif known != sum_ and not (object_of(name) in nested and _gives_way(sum_, known)):
                 raise CheckpointError(f"{name} is not the same value on rank {holder} and on rank {rank}. {ADVICE}")
 
 
@@ -65,7 +70,7 @@ def check_names(held: Sequence[tuple[Iterable[str], Mapping[str, str]]]) -> None
     Raises:
         CheckpointError: They are not, with two names and the ranks that hold them.
     """
-    nested = {object_of(name) for _, sums in held for name in sums if is_description(name)}
+    nested = set[str]().union(*map(_list_nested, {id(sums): sums for _, sums in held}.values()))
     leaves: dict[str, tuple[str, int]] = {}
     seen: set[tuple[int, int]] = set()
     for rank, (tensors, sums) in enumerate(held):
@@ -92,3 +97,12 @@ def check_names(held: Sequence[tuple[Iterable[str], Mapping[str, str]]]) -> None
 
 def _kind_of(sum_: str) -> str:
     return _NOTHING if sum_.startswith(_NONE) else _CONTAINER if sum_.startswith(_EMPTY) else _VALUE
+
+
+def _list_nested(sums: Mapping[str, str]) -> set[str]:
+    return {object_of(name) for name in sums if is_description(name)}
+
+
+def _gives_way(sum_: str, other: str) -> bool:
+    """Tell whether the value of one sum is no difference to that of another, which has more in it."""
+    return sum_.startswith(_NONE) or (sum_.startswith(_EMPTY) and not other.startswith((_NONE, _EMPTY)))
