@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -51,6 +52,10 @@ def pod(on: str | None, job: str = "a") -> PodView:
     return PodView(index=0, name=f"{job}-0", uid="u", epoch=1, template=1, created=0.0, node=on)
 
 
+def bound(at: float) -> PodView:
+    return dataclasses.replace(pod("n1"), scheduled_at=at)
+
+
 def nodes(*names: str) -> tuple[NodeDirectory, Any, Clock]:
     server, clock = Server(*names), Clock()
 
@@ -72,6 +77,27 @@ async def test_a_node_that_is_younger_than_the_watch_is_found() -> None:
     for _ in range(2):
         assert (await known.find_nodes_under([pod("n1")]))["n1"].gone_since is None
     assert server.asked == 1
+
+
+async def test_a_node_that_was_gone_is_asked_for_when_pods_are_bound_to_it_again() -> None:
+    """It was registered anew, and the watch of nodes is behind that of pods: a new pod would be deleted for the old
+    node's end."""
+    known, server, clock = nodes()
+    old = bound(50.0)
+    assert (await known.find_nodes_under([old]))["n1"].gone_since == 100.0
+    clock.now = 101.0
+    assert (await known.find_nodes_under([old]))["n1"].gone_since == 100.0
+    assert server.asked == 1
+    server.names.add("n1")
+    assert (await known.find_nodes_under([bound(100.0)]))["n1"].gone_since is None
+
+
+async def test_a_node_that_is_gone_is_not_asked_for_again_and_again() -> None:
+    """A pod was bound in the second in which its node was removed."""
+    known, server, clock = nodes()
+    for clock.now in (100.0, 100.5, 101.5, 102.0, 103.0, 110.0):
+        assert (await known.find_nodes_under([bound(100.0)]))["n1"].gone_since == 100.0
+    assert server.asked <= 4
 
 
 async def test_a_node_is_gone_since_the_first_time_it_was_not_found() -> None:

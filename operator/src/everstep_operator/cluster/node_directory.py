@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.admitted_pods import AdmittedPods
@@ -37,6 +37,16 @@ TERMS_OF_A_NODE = 50  # cost as much as to look at one more node
 KEEP_GONE_SECONDS = 60.0
 
 
+CLOCK_STEP_SECONDS = 1.0  # of the times in a pod's conditions
+
+
+class _Absence(NamedTuple):
+    """A node that was not found: since when, and when it was last asked for, by our clock."""
+
+    since: float
+    asked: float
+
+
 @dataclass
 class NodeDirectory:
     client: Client
@@ -45,7 +55,7 @@ class NodeDirectory:
     timer: Callable[[], float] = time.monotonic
     examined: int = 0  # nodes, in all counts
     _paid_until: float = float("-inf")  # by `timer`: when what was counted is made up for
-    _gone: dict[str, float] = field(default_factory=dict)  # since when, by our clock
+    _gone: dict[str, _Absence] = field(default_factory=dict)
     # By job and part: what its count was made from, the count, and when (by `timer`) it was made.
     _places: dict[tuple[Key, int], tuple[tuple[int, str, int, int, str], int | None, float]] = field(
         default_factory=dict
@@ -57,8 +67,11 @@ class NodeDirectory:
     async def find_nodes_under(self, pods: Iterable[PodView], also: Iterable[str] = ()) -> dict[str, NodeView]:
         """Return every node that one of these pods is bound to, or that keeps away from it one that has no node yet, by
         name; and those that are named besides."""
+        pods = list(pods)
         names = set(also).union(*(({pod.node} if pod.node else pod.avoids) for pod in pods))
-        unknown = [name for name in names if self._get_known_node(name) is None]
+        # A node of the name is there again: pods are bound to it.
+        again = {pod.node for pod in pods if self._was_bound_since_asked(pod)}
+        unknown = [name for name in names if name in again or self._get_known_node(name) is None]
         if unknown:
             await asyncio.gather(*(self._fetch_node(name) for name in unknown))
         return {name: view for name in names if (view := self._get_known_node(name)) is not None}
@@ -139,8 +152,14 @@ class NodeDirectory:
         if entry is not None:
             self._gone.pop(name, None)  # it has come back
             return entry.value
-        since = self._gone.get(name)
-        return NodeView(name, gone_since=since) if since is not None else None
+        absence = self._gone.get(name)
+        return NodeView(name, gone_since=absence.since) if absence is not None else None
+
+    def _was_bound_since_asked(self, pod: PodView) -> bool:
+        """Return whether a pod may have been bound to its node since that was last asked for and not found."""
+        absence = self._gone.get(pod.node or "")
+        at = pod.scheduled_at
+        return absence is not None and at is not None and at >= absence.asked - CLOCK_STEP_SECONDS
 
     async def _fetch_node(self, name: str) -> None:
         try:
@@ -149,8 +168,9 @@ class NodeDirectory:
             now = self.clock()
             # What nobody's pods are on any more is soon of no interest.
             self._gone = {
-                other: since
-                for other, since in self._gone.items()
-                if self.cache.jobs_on(other) or since > now - KEEP_GONE_SECONDS
+                other: absence
+                for other, absence in self._gone.items()
+                if self.cache.jobs_on(other) or absence.since > now - KEEP_GONE_SECONDS
             }
-            self._gone[name] = now
+            known = self._gone.get(name)
+            self._gone[name] = _Absence(now if known is None else known.since, now)
