@@ -118,6 +118,59 @@ def test_replicas_that_change_their_parameters_differently_are_told() -> None:
     assert "is another on ranks 0 and 1" in found[0] or "is another on its replicas" in found[0]
 
 
+class Spectral(nn.Module):  # type: ignore[misc]
+    """A layer of a Fourier neural operator, and buffers of types that processes cannot add."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.two = nn.Embedding(11, 4), nn.Linear(4, 11)
+        self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+        self.register_buffer("narrow", torch.rand(3).to(torch.float8_e4m3fn))
+        self.register_buffer("short", torch.tensor([0, 1, 2], dtype=torch.uint16))
+        self.register_buffer("turned", torch.randn(2, dtype=torch.complex64))
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("nothing", torch.zeros(0))
+
+    def forward(self, words: Any) -> Any:
+        spectrum = torch.fft.rfft(self.embed(words), dim=1) * self.weight * self.turned.real.sum()
+        shift = self.narrow.float().sum() + self.short.float().sum() * self.flag + self.nothing.sum()
+        return self.two(torch.fft.irfft(spectrum, n=words.shape[1], dim=1) + shift)
+
+
+def _train_spectral(rank: int) -> tuple[list[float], dict[str, Any]]:
+    run = _make(Spectral(seed=rank // 2), data_parallel=2)  # replicas begin with what the first one has
+    losses = []
+    with run:
+        optimizer = torch.optim.SGD(run.groups(), lr=0.1)
+        for _ in range(3):
+            losses.append(run.step(WORDS[4 * run.replica :][:4], WORDS[4 * run.replica :][:4]).loss)
+            optimizer.step()
+        weights = {name: torch.view_as_real(each.detach()) if each.is_complex() else each.detach() for name, each in
+                   run.named_parameters()}  # fmt: skip
+    return losses, {name: each.tolist() for name, each in weights.items()}
+
+
+def test_replicas_of_a_model_with_complex_weights_train_as_one_process() -> None:
+    """gloo adds no complex numbers, and none of 8 or 16 bits."""
+    model, losses = Spectral(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = _loss(model(WORDS), WORDS)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    found = ranks.run(4, _train_spectral)
+    for told, weights in found:
+        assert told == pytest.approx(losses, rel=1e-5)
+        for name, each in weights.items():
+            meant = model.get_parameter(name).detach()
+            meant = torch.view_as_real(meant) if meant.is_complex() else meant
+            torch.testing.assert_close(torch.tensor(each), meant, rtol=1e-4, atol=1e-5)
+    assert {name for _, weights in found for name in weights} == {name for name, _ in model.named_parameters()}
+
+
 def _train_plain(rank: int) -> list[str]:
     class Plain(nn.Module):  # type: ignore[misc]
         """Nothing shared, so only replicas have copies."""

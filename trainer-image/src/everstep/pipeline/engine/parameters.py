@@ -190,13 +190,12 @@ class Parameters:
                 self._give(self.shared[name].detach(), self._groups[name], from_here)
 
     def _give(self, tensor: Any, group: Any, from_here: bool) -> None:
-        # As a sum of one and zeros: exact, and all that the transport has to know.
-        number = tensor.dtype if tensor.dtype is not torch.bool else torch.uint8
-        sent = tensor.to(number, copy=True).contiguous()
+        # As a sum of one and zeros, of bytes: exact, and whatever kind of numbers the transport can add.
+        sent = tensor.contiguous().flatten().view(torch.uint8).clone()
         if not from_here:
             sent.zero_()
         self._transport.all_reduce(sent, group).wait()
-        tensor.copy_(sent.to(tensor.dtype))
+        tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
     def _group(self, name: str) -> Any:
         """Return the process group that sums a shared parameter; None if that is this process alone.
