@@ -140,9 +140,7 @@ class ProcessGroups:
         return [each[4 : 4 + struct.unpack("<I", each[:4])[0]] for each in found]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> _GlooReduction:
-        """See Transport. Complex numbers as pairs: gloo has none."""
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
+        """See Transport."""
         with self._explained():
             sent = tensor.cpu() if self._staged else tensor
             return _GlooReduction(self, dist.all_reduce(sent, group=group, async_op=True), sent, tensor)
