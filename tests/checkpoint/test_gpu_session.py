@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.restore import loading
+from everstep.checkpoint.restore.placing import Memory
 from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.session.options import MemoryOptions, TimeOptions
 from everstep.checkpoint.state.rng import Rng
@@ -116,6 +118,40 @@ def test_what_is_restored_is_the_state_of_the_step_although_training_went_on(fol
         weight: Any = again.model.weight
         assert weight.is_cuda, "the weights stay where they are"
         assert torch.equal(weight.detach().cpu().as_subclass(torch.Tensor), torch.full((1000,), -4.0))
+
+
+def test_a_restore_page_locks_no_memory_for_the_whole_of_a_large_tensor(
+    folder: Path, cuda: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps such memory for the rest of the run, and rounds it up to a power of two."""
+    through = 20 << 20
+    monkeypatch.setattr(loading, "_THROUGH", through)
+    monkeypatch.setattr(loading, "_PIECE", 8 << 20)
+    taken: list[int] = []
+    new = loading.Memory
+
+    def take(size: int, *, pinned: bool = False) -> Memory:
+        taken.append(size if pinned else 0)
+        return new(size, pinned=pinned)
+
+    monkeypatch.setattr(loading, "Memory", take)
+    meant = torch.arange(10_000_000, dtype=torch.float32)
+
+    def model(values: torch.Tensor) -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.register_parameter("weight", torch.nn.Parameter(on_gpu(values)))
+        made.register_buffer("small", on_gpu(values[:7].bfloat16()))
+        return made
+
+    with session(folder, every_steps=1000, commit_timeout=60.0) as ckpt:
+        ckpt.track(model=model(meant))
+        ckpt.save(1)
+    again: Any = model(torch.zeros_like(meant))
+    with session(folder) as ckpt:
+        assert ckpt.restore(model=again).step == 1
+    assert torch.equal(again.weight.detach().cpu().as_subclass(torch.Tensor), meant)
+    assert torch.equal(again.small.cpu().as_subclass(torch.Tensor), meant[:7].bfloat16())
+    assert max(taken) == through, "it goes through little memory, all of which is used again"
 
 
 def test_steps_of_a_graph_that_was_captured_long_before_tear_nothing(folder: Path, cuda: Runtime) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _BATCH = 1 << 28  # elements
 _THROUGH = 128 << 20  # bytes of memory through which tensors are filled that cannot be read into
+_PIECE = 24 << 20  # bytes of a tensor that go through that memory as one, where it can be cut
 _ALIGN = 64  # bytes
 _GIVEN = 1 << 16  # bytes from which a new tensor stays where it was read: a smaller one would hold more than itself
 
@@ -211,10 +212,11 @@ class Loading:
             target = self._tensors[item.name] if item.target.is_meta else item.target
             reads = item.reads_into(tensor, target)
             if reads is None:
-                others.append((item.box(tensor), target))
+                others += _cut(item.box(tensor), target)
             else:
                 direct += reads
         read(direct)
+        others.reverse()  # they are taken from the end, and lie in this order
         room = max([_THROUGH, *(box.room + _ALIGN for box, _ in others)]) if others else 0
         memory = Memory(room, pinned=any(target.is_cuda for _, target in others)) if others else None
         while others and memory is not None:
@@ -335,6 +337,21 @@ def _check_filled(targets: Mapping[str, torch.Tensor], items: Iterable[LoadItem]
             raise Damaged(
                 name, f"of {get_local_tensor(target).numel()} elements here the checkpoint has {filled[name]}"
             )
+
+
+def _cut(box: ShardBox, target: torch.Tensor) -> Iterator[tuple[ShardBox, torch.Tensor]]:
+    """Yield a box with its target, in pieces where it has too many bytes for the memory that it goes through.
+
+    That memory is page-locked for a GPU, and torch never gives such memory back: it may not be as large as the largest
+    tensor.
+    """
+    is_plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    if box.room + _ALIGN <= _PIECE or not (is_plain and box.in_one_piece):
+        yield box, target
+        return
+    elements = target.detach().view(-1)
+    for piece, at in box.pieces(_PIECE):
+        yield piece, elements[at : at + prod(piece.lengths)]
 
 
 def _choose_buffer_size(size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
 
@@ -19,10 +19,20 @@ _HUGE = 4 << 20  # bytes of memory from which pages of 2 MiB are asked for
 class ShardBox:
     """A box of a saved shard of `dtype`, by its offsets and lengths within the shard."""
 
-    def __init__(self, shard: Shard, dtype: str, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        dtype: str,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        within: Sequence[tuple[Chunk, int]] | None = None,
+    ) -> None:
+        """`within`: the chunks, with their places in the shard, among which those of the box are; None: any of it."""
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.lengths = tuple(lengths)
         self._shard = shard
+        self._within = within
         self._size = get_itemsize(dtype)
         self._first = _compute_linear_index(offsets, shard.sizes)
         last = _compute_linear_index(
@@ -38,12 +48,8 @@ class ShardBox:
 
     def chunks(self) -> list[tuple[Chunk, int]]:
         """Return the chunks that hold bytes of the box, each with the place of its first byte in the shard."""
-        found, passed = [], 0
-        for chunk in self._shard.chunks:
-            if passed < self.stop and passed + chunk.length > self.start:
-                found.append((chunk, passed))
-            passed += chunk.length
-        return found
+        within = _place_chunks(self._shard) if self._within is None else self._within
+        return [(chunk, at) for chunk, at in within if at < self.stop and at + chunk.length > self.start]
 
     def reads_into(self, target: torch.Tensor) -> list[ChunkRead] | None:
         """Return reads that bring the box right into `target`; None if its memory is not the box's bytes in order."""
@@ -63,6 +69,26 @@ class ShardBox:
             )
             for chunk, at in self.chunks()
         ]
+
+    def pieces(self, size: int) -> Iterator[tuple[ShardBox, int]]:
+        """Yield boxes that follow each other, for a box that is in one piece: each has at most `size` bytes, or one
+        chunk, and comes with the number of its first element in this box."""
+        first = stop = self.start
+        within: list[tuple[Chunk, int]] = []  # chunks that hold bytes from `first` on
+        for chunk, at in self.chunks():
+            end = min(at + chunk.length, self.stop)
+            if end - first > size and stop > first:
+                yield self._piece(first, stop, within)
+                first, within = stop, within[-1:]  # which may end within an element
+            within.append((chunk, at))
+            stop = end // self._size * self._size
+        yield self._piece(first, self.stop, within)
+
+    def _piece(self, start: int, stop: int, within: Sequence[tuple[Chunk, int]]) -> tuple[ShardBox, int]:
+        flat = Shard((0,), (prod(self._shard.sizes),), self._shard.chunks)
+        offset, length = start // self._size, (stop - start) // self._size
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ShardBox(flat, dtype, (offset,), (length,), within=within), offset - self._first
 
     @property
     def room(self) -> int:
@@ -124,6 +150,13 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
     Those of a conjugated or negated view are not: torch changes them on the way out, and back on the way in.
     """
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _place_chunks(shard: Shard) -> Iterator[tuple[Chunk, int]]:
+    at = 0
+    for chunk in shard.chunks:
+        yield chunk, at
+        at += chunk.length
 
 
 def _compute_linear_index(position: Sequence[int], sizes: Sequence[int]) -> int:
