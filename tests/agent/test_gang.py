@@ -274,30 +274,35 @@ async def test_a_resolver_that_lacks_resources_is_no_address(monkeypatch: pytest
         await addresses_of("algo-1.nowhere:8470")
 
 
+@pytest.mark.parametrize("is_slow", [False, True], ids=["at once", "when another one stands"])
 async def test_a_dial_that_ends_well_after_it_was_called_off_is_no_second_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     """As wait_for of Python < 3.12 does, when what it waits for ends in the moment of the cancellation."""
-    attempt, called_off, begun = Links._try, asyncio.Event(), asyncio.Event()
+    attempt, called_off, begun, over = Links._try, asyncio.Event(), asyncio.Event(), set[int]()
 
-    async def late(links: Links, index: int, address: str) -> object:
+    async def late(links: Links, index: int, address: str, number: int) -> object:
         if not begun.is_set():
             begun.set()
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 called_off.set()
-        return await attempt(links, index, address)
+                await until(standing)
+        found = await attempt(links, index, address, number)
+        over.add(number)
+        return found
 
     monkeypatch.setattr(Links, "_try", late)
     async with gang(tmp_path, 2) as agents:
         leader = leader_of(agents)
+        standing = (lambda: leader.phase == "running") if is_slow else (lambda: True)
         await until(begun.is_set)
         leader.announced(0.0, 1, "b", agents[1].address)
         assert agents[0].leading is not None
         agents[0].leading._pump()
         await until(called_off.is_set)
-        await until(lambda: leader.phase == "running")
+        await until(lambda: 1 in over and leader.phase == "running")
         for agent in agents:
             agent.processes.exit()
         await until(lambda: leader.outcome is not None)

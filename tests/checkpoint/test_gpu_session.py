@@ -128,11 +128,10 @@ def test_a_restore_page_locks_no_memory_for_the_whole_of_a_large_tensor(
     monkeypatch.setattr(loading, "_THROUGH", through)
     monkeypatch.setattr(loading, "_PIECE", 8 << 20)
     taken: list[int] = []
-    new = loading.Memory
 
     def take(size: int, *, pinned: bool = False) -> Memory:
         taken.append(size if pinned else 0)
-        return new(size, pinned=pinned)
+        return Memory(size, pinned=pinned)
 
     monkeypatch.setattr(loading, "Memory", take)
     meant = torch.arange(10_000_000, dtype=torch.float32)

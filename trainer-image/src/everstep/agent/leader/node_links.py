@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import secrets
 from collections.abc import Coroutine, Iterable
 from typing import Any, Callable, Protocol
 
@@ -57,6 +59,7 @@ class Links:
         self._incarnations: dict[int, str] = {}  # of the newest agent at each index
         self._dials: dict[int, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._process, self._numbers = secrets.token_hex(8), itertools.count(1)  # an agent tells dials apart by them
 
     def get(self, index: int) -> Channel | None:
         return self._channels.get(index)
@@ -85,7 +88,7 @@ class Links:
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         if address:
-            self._dials[index] = self._listener.keep(self._dial(index, address))
+            self._dials[index] = self._listener.keep(self._dial(index, address, next(self._numbers)))
 
     def fence(self, index: int) -> None:
         """Tell a node that is about to be dropped that its ranks are out of the job: nobody may ever dial it again."""
@@ -106,12 +109,11 @@ class Links:
         for channel in self._channels.values():
             channel.close()
 
-    async def _dial(self, index: int, address: str) -> None:
+    async def _dial(self, index: int, address: str, number: int) -> None:
         pause, most = REDIAL_SECONDS
-        while True:
-            link = await self._try(index, address)
-            if link is not None:
-                break
+        while (link := await self._try(index, address, number)) is None:
+            if self._dials.get(index) is not asyncio.current_task():
+                return  # called off
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load, hides nothing
             pause = min(2 * pause, most)
         if self._dials.get(index) is not asyncio.current_task():
@@ -122,12 +124,15 @@ class Links:
         del self._dials[index]
         await self._read(index, *link)
 
-    async def _try(self, index: int, address: str) -> tuple[AgentLink, protocol.Hello] | None:
+    async def _try(self, index: int, address: str, number: int) -> tuple[AgentLink, protocol.Hello] | None:
         """Return a link and the hello on it, or None when it has to be tried again."""
         config = self._config
         async with self._slots:
             try:
-                link = await dial_agent(address, self._token, epoch=config.epoch, index=index, uid=config.job_uid)
+                order = {"leader": self._process, "dial": number}
+                link = await dial_agent(
+                    address, self._token, epoch=config.epoch, index=index, uid=config.job_uid, order=order
+                )
             except RequestRejected as error:
                 if error.epoch is not None and error.epoch > config.epoch:
                     self._listener.superseded(index, error.epoch)

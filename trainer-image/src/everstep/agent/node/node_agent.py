@@ -41,6 +41,7 @@ from everstep.agent.wire.protocol import (
 )
 
 from .checkpoint_request import CheckpointRequestFile
+from .dial_order import DialOrder
 from .fencing import FenceFile, LeaderLease, StallDetector
 from .supervisor_interface import SupervisorInterface
 
@@ -80,7 +81,7 @@ class NodeAgent:
         self._checkpoint_request = CheckpointRequestFile(place.checkpoint_request)
         self._given_up = (0, 0)  # (epoch, generation) of the ranks that were stopped for want of a lease or a place
         self._channel: Channel | None = None
-        self._heard, self._fenced = 0.0, False
+        self._heard, self._fenced, self._dials = 0.0, False, DialOrder()
         self._started: set[int] = set()  # ranks
         self._exits: list[ProcessExit] = []
         self._clean, self._unclean, self._given_up_because = True, "", ""
@@ -128,6 +129,7 @@ class NodeAgent:
             return HttpResponse.of({"error": "there is a newer leader", "epoch": self.epoch}, 409)
         if self.leaving or self.ended.done():
             raise HttpError(503, "this agent leaves")
+        self._dials.take(body)
         self.epoch = epoch
         key = auth.link_key(self._token, request.nonce, request.client)
 
@@ -288,8 +290,6 @@ class NodeAgent:
     def gpus(self, gpus: tuple[Gpu, ...]) -> None:
         """Take in what is known of the devices now; the leader hears of it with the next beat."""
         self._gpus = gpus
-
-    # ---- leaving
 
     async def leave(self, grace: float) -> None:
         """Stop because the pod was told to. The leader hears of it, and says when ranks have saved and get TERM."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from . import auth
@@ -116,7 +117,9 @@ class AgentLink:
         return message
 
 
-async def dial_agent(address: str, token: bytes, *, epoch: int, index: int, uid: str) -> AgentLink:
+async def dial_agent(
+    address: str, token: bytes, *, epoch: int, index: int, uid: str, order: Mapping[str, Any] | None = None
+) -> AgentLink:
     """Return a link to the agent at `address`.
 
     Args:
@@ -125,6 +128,7 @@ async def dial_agent(address: str, token: bytes, *, epoch: int, index: int, uid:
         epoch: The leader's epoch.
         index: The agent's index.
         uid: UID of the job.
+        order: Which of the leader's dials it is: see `DialOrder`.
 
     Raises:
         OSError: The agent cannot be reached.
@@ -133,7 +137,7 @@ async def dial_agent(address: str, token: bytes, *, epoch: int, index: int, uid:
     """
     reader, writer = await connect_to_agent(address)
     try:
-        about = {"epoch": epoch, "index": index, "uid": uid}
+        about = {"epoch": epoch, "index": index, "uid": uid, **(order or {})}
         request = AgentRequest.post("/v1/link", about, "Connection: Upgrade", "Upgrade: everstep")
         answer = await send_request((reader, writer), address, token, request)
         if answer.status != 101:
