@@ -17,8 +17,6 @@ from everstep_operator.plan.actions import (
     CreatePods,
     DeletePods,
     DryRun,
-    EnsureService,
-    NamePods,
     PushPeers,
 )
 from everstep_operator.plan.observation import Rejection
@@ -59,30 +57,6 @@ def test_the_first_plan_makes_everything_in_order() -> None:
 def test_a_one_pod_job_needs_no_service() -> None:
     made = make_plan(World(job().build()).observe(), 1.0)
     assert "EnsureService" not in [type(a).__name__ for a in made.actions]
-
-
-@pytest.mark.parametrize(("nodes", "begins_with"), [(100, {}), (101, {"everstep.dev/index": "0"})])
-def test_pods_of_a_large_job_get_their_names_all_at_once(nodes: int, begins_with: dict[str, str]) -> None:
-    """Each address that appears alone would be a write of an EndpointSlice with all that are in it."""
-    world = World(job().nodes(nodes).build())
-    everyone = {"everstep.dev/job": "digits"}
-    (service,) = (each for each in world.reconcile().actions if isinstance(each, EnsureService))
-    assert service.body["spec"]["selector"] == everyone | begins_with
-    world.bind()
-    world.start()
-    last = f"digits-{nodes - 1}"
-    started, world.pods[last] = world.pods[last], dataclasses.replace(world.pods[last], started_at=None, ip=None)
-    assert not any(isinstance(each, NamePods) for each in world.reconcile().actions)
-    world.pods[last] = started
-    named = [each.body["spec"]["selector"] for each in world.reconcile().actions if isinstance(each, NamePods)]
-    assert named == ([everyone] if begins_with else [])
-
-
-def test_a_service_that_is_made_again_for_a_replacement_names_all_pods() -> None:
-    world = World(job().nodes(101).build()).run("Running")
-    del world.pods["digits-7"]
-    (service,) = (each for each in world.reconcile().actions if isinstance(each, EnsureService))
-    assert service.body["spec"]["selector"] == {"everstep.dev/job": "digits"}
 
 
 def test_what_has_not_changed_is_not_written() -> None:

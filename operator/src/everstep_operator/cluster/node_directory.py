@@ -35,8 +35,6 @@ MAX_TERMS_TIMES_NODES = 1_000_000
 TERMS_OF_A_NODE = 50  # cost as much as to look at one more node
 # Seconds in which a node that was not found is not asked for again, though no pod is on it: pods may be kept from it.
 KEEP_GONE_SECONDS = 60.0
-
-
 CLOCK_STEP_SECONDS = 1.0  # of the times in a pod's conditions
 
 

@@ -1,0 +1,35 @@
+"""Names of pods in DNS: which pods have one, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from everstep_operator.plan.actions import EnsureService, NamePods
+from tests.builders import job
+from tests.plan.world import World
+
+
+@pytest.mark.parametrize(("nodes", "begins_with"), [(100, {}), (101, {"everstep.dev/index": "0"})])
+def test_pods_of_a_large_job_get_their_names_all_at_once(nodes: int, begins_with: dict[str, str]) -> None:
+    """Each address that appears alone would be a write of an EndpointSlice with all that are in it."""
+    world = World(job().nodes(nodes).build())
+    everyone = {"everstep.dev/job": "digits"}
+    (service,) = (each for each in world.reconcile().actions if isinstance(each, EnsureService))
+    assert service.body["spec"]["selector"] == everyone | begins_with
+    world.bind()
+    world.start()
+    last = f"digits-{nodes - 1}"
+    started, world.pods[last] = world.pods[last], dataclasses.replace(world.pods[last], started_at=None, ip=None)
+    assert not any(isinstance(each, NamePods) for each in world.reconcile().actions)
+    world.pods[last] = started
+    named = [each.body["spec"]["selector"] for each in world.reconcile().actions if isinstance(each, NamePods)]
+    assert named == ([everyone] if begins_with else [])
+
+
+def test_a_service_that_is_made_again_for_a_replacement_names_all_pods() -> None:
+    world = World(job().nodes(101).build()).run("Running")
+    del world.pods["digits-7"]
+    (service,) = (each for each in world.reconcile().actions if isinstance(each, EnsureService))
+    assert service.body["spec"]["selector"] == {"everstep.dev/job": "digits"}
