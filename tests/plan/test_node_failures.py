@@ -91,6 +91,22 @@ def test_what_somebody_has_decided_speaks_against_no_node(disruption: str | None
     assert world.reconcile().node_failures == {}
 
 
+@pytest.mark.parametrize(("ready", "reason"), [(True, "Evicted"), (False, "NodeLost")])
+def test_an_eviction_for_a_taint_speaks_against_a_node_only_where_the_node_is_in_trouble(
+    *, ready: bool, reason: str
+) -> None:
+    """Kubernetes taints a node that does not answer with NoExecute; so may an administrator who needs it for himself."""
+    world = running()
+    node = node_of(world, 1)
+    world.nodes[node] = NodeView(node, ready=ready, not_ready_because="" if ready else "NodeStatusUnknown")
+    world.delete(1, disruption="DeletionByTaintManager")
+    world.kill(1)
+    world.lead()
+    assert set(world.reconcile().node_failures) == (set() if ready else {node})
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == reason
+
+
 def test_a_failure_of_the_program_speaks_against_no_node() -> None:
     world = running()
     world.fail_rank()

@@ -338,7 +338,7 @@ def _are_ranks_running(s: PlanContext) -> bool:
 def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, str]:
     if (kept := pod_replacement.describe_kept_pod(s)) is not None:
         pod, message = kept
-        return pod_replacement.explain_loss(pod), message
+        return pod_replacement.explain_pod_loss(s, pod), message
     lost = next(iter(pod_replacement.list_lost_pods(s)), None)
     absent = lost is not None or bool(pod_replacement.list_missing_indices(s))
     if absent and (left := node_notices.explain_leave(s, lost)) is not None:
@@ -346,11 +346,11 @@ def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, st
     if account.last_failure is not None:
         return parse_reason(account.last_failure.reason), account.last_failure.message
     # The leader may tell of a lost pod before the API server does, which alone knows why.
-    explained = lost is not None and pod_replacement.explain_loss(lost) in pod_replacement.LOSS_REASONS
+    explained = lost is not None and pod_replacement.explain_pod_loss(s, lost) in pod_replacement.LOSS_REASONS
     if s.phase is Phase.RESTARTING and s.open is not None and not (explained and s.open.reason == Reason.RESTARTING):
         return parse_reason(s.open.reason), _open_phase_message(s)
     if absent:
-        return pod_replacement.explain_loss(lost), "a pod was lost; its replacement is being made"
+        return pod_replacement.explain_pod_loss(s, lost), "a pod was lost; its replacement is being made"
     return Reason.RESTARTING, Reason.RESTARTING.meaning
 
 

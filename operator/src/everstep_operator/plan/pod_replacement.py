@@ -173,14 +173,22 @@ def explain_loss(pod: PodView | None) -> Reason:
 
 
 def explain_pod_loss(s: PlanContext, pod: PodView | None) -> Reason:
-    """Return the reason of a loss as `explain_loss`, and of a pod whose object is gone the end of its node that was
-    announced, if one was."""
+    """Return the reason of a loss as `explain_loss`, and what the nodes add to it.
+
+    Of a pod whose object is gone, that is the end of its node that was announced, if one was. A pod that was evicted
+    for a NoExecute taint has lost its node only where the node is in trouble itself: else somebody has set the taint.
+    """
     record = s.status.disruption
     if pod is None and record is not None and record.deadline is not None:
         nodes = {p.node for p in s.current.values()}
         if record.leaving is not None or not nodes.issuperset(record.nodes):
             return NOTICE_REASONS.get(record.reason, Reason.POD_DELETED)
-    return explain_loss(pod)
+    found = explain_loss(pod)
+    if found is Reason.NODE_LOST and pod is not None and pod.disruption == _EVICTED_FOR_TAINT and pod.gone_since is None:
+        node = s.observed.nodes.get(pod.node) if pod.node else None
+        if node is not None and node.ready and node.lost_since is None and node.silent_since is None:
+            return Reason.EVICTED
+    return found
 
 
 def _explain_by_notice(pod: PodView) -> Reason | None:
@@ -237,11 +245,12 @@ _KILLED, _TERMINATED = (128 + number for number in _STOP_SIGNALS)
 NOTICE_REASONS = {
     reason.value: reason for reason in (Reason.SPOT_INTERRUPTION, Reason.NODE_MAINTENANCE, Reason.SCALE_DOWN)
 }
+_EVICTED_FOR_TAINT = "DeletionByTaintManager"
 _DISRUPTIONS = {
     "PreemptionByScheduler": Reason.PREEMPTED,
     "EvictionByEvictionAPI": Reason.EVICTED,
     "TerminationByKubelet": Reason.EVICTED,
-    "DeletionByTaintManager": Reason.NODE_LOST,
+    _EVICTED_FOR_TAINT: Reason.NODE_LOST,
     "DeletionByPodGC": Reason.NODE_LOST,
 }
 _REASONS_BY_RESULT = {"fenced": Reason.FENCED, "unclean": Reason.UNCLEAN_NODE, "stopped": Reason.POD_DELETED}

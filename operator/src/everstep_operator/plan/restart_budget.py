@@ -285,7 +285,7 @@ def _find_entry_reason(s: PlanContext, entry: ReportedGeneration, restarts: Rest
         return announced
     if pod is not None and _is_lost_pod(pod, entry):
         if not pod.live:
-            return pod_replacement.explain_loss(pod)
+            return pod_replacement.explain_pod_loss(s, pod)
         if s.now < (entry.ended_at or s.now) + _find_fate_wait(s, entry) and entry.ended_at is not None:
             return None
     return _fallback_reason(entry)
