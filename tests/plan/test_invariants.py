@@ -16,7 +16,8 @@ from everstep_operator.api.status import Phase, TrainingJobStatus
 from everstep_operator.plan.actions import Action, CreatePods
 from everstep_operator.plan.node_signals import NodeSignal
 from everstep_operator.plan.node_view import NodeView
-from everstep_operator.plan.observation import GangView, PodView, Rejection
+from everstep_operator.plan.observation import GangView, PodView
+from everstep_operator.plan.rejection import Rejection
 from tests.builders import job, pool
 from tests.plan.world import START, OperatorDied, World
 

@@ -95,7 +95,7 @@ def test_what_somebody_has_decided_speaks_against_no_node(disruption: str | None
 def test_an_eviction_for_a_taint_speaks_against_a_node_only_where_the_node_is_in_trouble(
     *, ready: bool, reason: str
 ) -> None:
-    """Kubernetes taints a node that does not answer with NoExecute; so may an administrator who needs it for himself."""
+    """Kubernetes taints a node that does not answer with NoExecute, and so may an administrator."""
     world = running()
     node = node_of(world, 1)
     world.nodes[node] = NodeView(node, ready=ready, not_ready_because="" if ready else "NodeStatusUnknown")

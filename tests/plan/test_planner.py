@@ -17,9 +17,12 @@ from everstep_operator.plan.actions import (
     CreatePods,
     DeletePods,
     DryRun,
+    EnsureSecret,
+    EnsureService,
+    EnsureTemplate,
     PushPeers,
 )
-from everstep_operator.plan.observation import Rejection
+from everstep_operator.plan.rejection import Rejection
 from tests.builders import job
 from tests.plan.world import START, World
 
@@ -240,6 +243,20 @@ def test_a_policy_that_refuses_a_new_job_fails_it_and_one_that_has_run_waits() -
     old.refuse = lambda _: None
     old.now += 31
     old.run("Running")
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [(EnsureService, "Service digits: "), (EnsureSecret, "Secret "), (EnsureTemplate, "ConfigMap ")]
+)
+def test_the_object_that_a_webhook_denies_is_named(kind: type, named: str) -> None:
+    """The webhook tells of a rule alone, and a job has four kinds of objects."""
+    world = World(job().nodes(2).build())
+    said = 'admission webhook "labels" denied the request: no team'
+    world.refuse = lambda action: Rejection(action, "Forbidden", said) if isinstance(action, kind) else None
+    world.reconcile()
+    message = world.status.conditions[0].message
+    assert message.startswith(named), message
+    assert message.endswith(said)
 
 
 @pytest.mark.parametrize("phase", ["Starting", "Running"])

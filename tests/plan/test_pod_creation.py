@@ -10,7 +10,8 @@ import pytest
 
 from everstep_operator.plan import gang
 from everstep_operator.plan.actions import CreatePods, DeletePods, DryRun
-from everstep_operator.plan.observation import GangView, Rejection
+from everstep_operator.plan.observation import GangView
+from everstep_operator.plan.rejection import Rejection
 from tests.builders import CREATED, job
 from tests.plan.world import START, World
 

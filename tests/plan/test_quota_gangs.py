@@ -10,8 +10,9 @@ import pytest
 from everstep_operator.cluster.waiting_gangs import view_waiting_gang
 from everstep_operator.plan import gang
 from everstep_operator.plan.actions import Action, CreatePods
-from everstep_operator.plan.observation import GangView, Rejection
+from everstep_operator.plan.observation import GangView
 from everstep_operator.plan.pod_manifest import build_pod
+from everstep_operator.plan.rejection import Rejection
 from tests.builders import CREATED, job
 from tests.plan.world import World
 

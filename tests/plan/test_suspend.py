@@ -11,8 +11,8 @@ from everstep_operator.api.job import Timeouts, TrainingJob, TrainingJobSpec
 from everstep_operator.api.status import ConditionType
 from everstep_operator.plan import make_plan
 from everstep_operator.plan.actions import Action, CreatePods, DeletePods, DeleteStaleObjects
-from everstep_operator.plan.observation import Rejection
 from everstep_operator.plan.plan_settings import PlanSettings
+from everstep_operator.plan.rejection import Rejection
 from tests.builders import job
 from tests.plan.world import World
 

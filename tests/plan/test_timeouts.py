@@ -8,7 +8,7 @@ import pytest
 
 from everstep_operator.api.status import ConditionType
 from everstep_operator.plan.actions import CreatePods, DryRun, StopLeader
-from everstep_operator.plan.observation import Rejection
+from everstep_operator.plan.rejection import Rejection
 from tests.builders import job
 from tests.plan.world import World
 

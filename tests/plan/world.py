@@ -45,11 +45,11 @@ from everstep_operator.plan.observation import (
     GangView,
     Observation,
     PodView,
-    Rejection,
     TerminationMessage,
 )
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
+from everstep_operator.plan.rejection import Rejection
 from everstep_operator.plan.template import config_map_name_of
 from tests.builders import CREATED
 from tests.plan.simulated_leader import SimulatedLeader

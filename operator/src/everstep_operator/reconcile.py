@@ -45,11 +45,12 @@ from everstep_operator.plan.gang import BLOCKED_REASONS, is_waiting
 from everstep_operator.plan.leader_view import LeaderView
 from everstep_operator.plan.node_loss import declare_lost_nodes
 from everstep_operator.plan.node_view import NodeView
-from everstep_operator.plan.observation import Observation, PodView, Rejection
+from everstep_operator.plan.observation import Observation, PodView
 from everstep_operator.plan.operator_keys import find_key
 from everstep_operator.plan.plan_context import RUN_PHASES
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import make_pod_name
+from everstep_operator.plan.rejection import Rejection
 from everstep_operator.plan.status_memory import undo_edit
 
 log = structlog.get_logger(__name__)

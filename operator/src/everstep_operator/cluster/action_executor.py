@@ -35,9 +35,9 @@ from everstep_operator.cluster.resources import BUDGETS, CONFIG_MAPS, JOBS, PODS
 from everstep_operator.plan import actions as act
 from everstep_operator.plan.job_service import lacks_names
 from everstep_operator.plan.labels import LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observation import Rejection
 from everstep_operator.plan.operator_keys import find_key, make_secret_name
 from everstep_operator.plan.pod_manifest import build_pod
+from everstep_operator.plan.rejection import Rejection
 
 log = structlog.get_logger(__name__)
 

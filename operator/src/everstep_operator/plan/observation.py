@@ -17,7 +17,6 @@ from typing import Any
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
-from everstep_operator.plan.actions import Action
 from everstep_operator.plan.affinity import list_excluded_nodes
 from everstep_operator.plan.agent_volume import find_template_config_map, find_token_secret
 from everstep_operator.plan.container_waits import find_container_wait
@@ -37,6 +36,7 @@ from everstep_operator.plan.leader_view import (
 )
 from everstep_operator.plan.node_view import NodeView
 from everstep_operator.plan.plan_settings import PlanSettings
+from everstep_operator.plan.rejection import Rejection
 from everstep_operator.plan.truncated_json import parse_whole_fields
 
 TRAINER_CONTAINER = "trainer"
@@ -169,17 +169,6 @@ class BudgetView:
     uid: str
     owner: str  # UID of the controller owner reference
     min_available: int | None  # None: not a number
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """The API server refused an action in this very reconcile; the plan is made again with this knowledge."""
-
-    action: Action
-    # Invalid (422) | Forbidden (403) | Quota (403 of a ResourceQuota) | Conflict (a foreign object)
-    # | Webhook (one that is unavailable)
-    kind: str
-    message: str
 
 
 _ORDER = attrgetter("index", "created", "uid")

@@ -25,9 +25,10 @@ from everstep_operator.plan import (
 from everstep_operator.plan.actions import CreatePods, DryRun, JobPlan, LeaderPoll, PushPeers, StopLeader
 from everstep_operator.plan.agent_config import find_termination_grace
 from everstep_operator.plan.decision import Decision, parse_reason
-from everstep_operator.plan.observation import Observation, Rejection
+from everstep_operator.plan.observation import Observation
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
 from everstep_operator.plan.pool_selection import PoolSelection
+from everstep_operator.plan.rejection import Rejection
 from everstep_operator.plan.restart_budget import RestartBudget
 from everstep_operator.plan.start_failures import StartRecord
 from everstep_operator.plan.status import build_status, note_generation
@@ -151,7 +152,7 @@ def _handle_rejection(s: PlanContext) -> Decision | None:
     denied = refused.kind == "Forbidden" and pods and not pod_creation.is_something_missing(refused.message)
     invalid = refused.kind == "Invalid" and not pod_creation.is_policy_unready(refused.message)
     if s.is_first_creation and (invalid or denied):
-        return _fail_job(s, Reason.INVALID_TEMPLATE, refused.message)
+        return _fail_job(s, Reason.INVALID_TEMPLATE, refused.told)
     return _wait_while_blocked(s, refused)
 
 
@@ -161,7 +162,7 @@ _BLOCKING = {"Quota": Reason.QUOTA_EXCEEDED, "Conflict": Reason.NAME_CONFLICT}  
 def _wait_while_blocked(s: PlanContext, refused: Rejection) -> Decision:
     reason = _BLOCKING.get(refused.kind, Reason.ADMISSION_REJECTED)
     phase = Phase.RESTARTING if s.phase in RUN_PHASES else Phase.PENDING
-    waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in gang.STALLING_REASONS)
+    waiting = Decision(phase, reason, refused.told, again=True, stalled=reason in gang.STALLING_REASONS)
     return waiting.requeue_at(pod_creation.compute_next_attempt(s, refused.message, s.now))
 
 

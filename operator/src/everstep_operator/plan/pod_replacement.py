@@ -184,7 +184,12 @@ def explain_pod_loss(s: PlanContext, pod: PodView | None) -> Reason:
         if record.leaving is not None or not nodes.issuperset(record.nodes):
             return NOTICE_REASONS.get(record.reason, Reason.POD_DELETED)
     found = explain_loss(pod)
-    if found is Reason.NODE_LOST and pod is not None and pod.disruption == _EVICTED_FOR_TAINT and pod.gone_since is None:
+    if (
+        found is Reason.NODE_LOST
+        and pod is not None
+        and pod.disruption == _EVICTED_FOR_TAINT
+        and pod.gone_since is None
+    ):
         node = s.observed.nodes.get(pod.node) if pod.node else None
         if node is not None and node.ready and node.lost_since is None and node.silent_since is None:
             return Reason.EVICTED
