@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from everstep.cli.errors import CliError
 from everstep.cli.lines import LogLine, is_wanted, merge_lines, parse_line, rank_colour, rank_filter
 
 
@@ -66,7 +69,14 @@ def test_a_job_of_one_rank_is_not_tagged_and_rank_0_is_all_of_it() -> None:
     assert rank_filter({"spec": {}}, 0) is None
     assert rank_filter({"spec": {"numProcPerNode": 2}}, 0) == 0
     assert rank_filter({"spec": {"numNodes": 2}}, 0) == 0
-    assert rank_filter({"spec": {}}, 5) == 5
+    assert rank_filter({"spec": {}}, 5) == 5, "it may have as many GPUs"
+
+
+def test_a_rank_that_a_job_does_not_have_is_no_silence() -> None:
+    job = {"metadata": {"name": "digits"}, "spec": {"numNodes": 2, "numProcPerNode": 2}}
+    assert rank_filter(job, 3) == 3
+    with pytest.raises(CliError, match="digits has no rank 4: its ranks are 0 to 3"):
+        rank_filter(job, 4)
 
 
 def test_neighbouring_ranks_differ_in_colour() -> None:

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from heapq import merge
 from typing import Any
 
+from everstep.cli.errors import CliError
+
 _TAG = re.compile(r"^\[rank (\d+)\] ?")
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ")
 
@@ -59,10 +61,17 @@ def is_wanted(line: LogLine, rank: int | None) -> bool:
 
 
 def rank_filter(job: dict[str, Any], rank: int | None) -> int | None:
-    """Return the rank to filter by. A job of one rank is not tagged: asking for its rank 0 is asking for everything."""
+    """Return the rank to filter by. A job of one rank is not tagged: asking for its rank 0 is asking for everything.
+
+    Raises:
+        CliError: If the job has fewer ranks.
+    """
     spec = job.get("spec", {})
-    single = spec.get("numNodes", 1) == 1 and spec.get("numProcPerNode", 1) == 1
-    return None if single and rank == 0 else rank
+    nodes, each = spec.get("numNodes", 1), spec.get("numProcPerNode")  # None: as many as a pod has GPUs
+    if rank is not None and each is not None and rank >= nodes * each:
+        name = job.get("metadata", {}).get("name", "the job")
+        raise CliError(f"{name} has no rank {rank}: its ranks are 0 to {nodes * each - 1}")
+    return None if nodes == 1 and each in (None, 1) and rank == 0 else rank
 
 
 def merge_lines(pods: Iterable[Iterable[LogLine]]) -> Iterator[LogLine]:
