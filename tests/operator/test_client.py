@@ -411,3 +411,12 @@ async def test_a_denial_is_one_whatever_code_the_webhook_chose(server: Server, c
     with pytest.raises(errors.Forbidden, match="unsigned"):
         await client.create(PODS, "ns", POD)
     assert len(server.seen) == 1
+
+
+async def test_a_webhook_that_asks_to_try_later_gives_no_verdict(server: Server, client: Client) -> None:
+    """429 is no word on the pods: nobody's template is at fault, and the job's users are told whom it waits for."""
+    said = 'admission webhook "budget.example.com" denied the request: too many pods at once'
+    server.script = [status(429, "TooManyRequests", said)]
+    with pytest.raises(errors.WebhookUnavailable, match="too many pods at once"):
+        await client.create(PODS, "ns", POD)
+    assert len(server.seen) == 1

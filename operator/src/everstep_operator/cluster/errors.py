@@ -90,7 +90,8 @@ class Undeclared(ApiError):
 
 
 class WebhookUnavailable(ApiError):
-    """500 in the name of an admission webhook that cannot be reached, or does not answer in time.
+    """500 in the name of an admission webhook that cannot be reached, or does not answer in time; 429 of one that asks
+    to try later.
 
     Nothing was stored, and nothing is wrong with the server. Taken for a server in trouble, it would be told to nobody,
     and a job that waits for the webhook would end for want of nodes.
@@ -177,7 +178,9 @@ def from_status(code: int, status: Any, *, retry_after: float | None = None) -> 
     message = str(known.get("message") or status or "")[:2048]
     if code in _VERDICTS and known.get("kind") != "Status" and not message.startswith(_NO_SUCH_PATH):
         return ServerError(code, reason, message)  # of something before the API server, which knows nothing of jobs
-    if _BY_WEBHOOK.match(message) and code not in (400, 403, 413, 422, 429):
+    if _BY_WEBHOOK.match(message) and code == 429:
+        return WebhookUnavailable(code, reason, message)
+    if _BY_WEBHOOK.match(message) and code not in (400, 403, 413, 422):
         return Forbidden(code, reason, message)  # not taken for an object that is gone or there, or a server in trouble
     if code == 409 and _BY_QUOTAS_OWN_CONFLICT.search(message):
         return AdmissionNotReady(code, reason, message)
