@@ -82,4 +82,4 @@ def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
         engine = Engine(own, order, stages, transport, lambda loss, labels: loss, EngineOptions(broadcast=False))
         arms[each] = partial(engine.step, batch, targets)
     same = [each for each in BASELINES if splits[each] == splits["auto"] and made.schedule_name == SCHEDULE]
-    return alternate(arms, REPEATS), same
+    return alternate(arms, REPEATS).wall, same

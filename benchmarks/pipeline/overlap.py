@@ -56,7 +56,7 @@ def measured(rank: int, work: ChainWork) -> dict[str, list[float]]:
         waits[arm].append(time.perf_counter() - ended)
 
     stage.backward = timed
-    whole = alternate({"step": lambda: step("ours"), "step-after": lambda: step("floor")}, ROUNDS)
+    whole = alternate({"step": lambda: step("ours"), "step-after": lambda: step("floor")}, ROUNDS).wall
     return whole | {arm: each[1:] for arm, each in waits.items()}  # the first round only warms
 
 

@@ -8,6 +8,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,35 +65,42 @@ def _rank(rank: int, world: int, port: int, pipe: Connection, work: Callable[...
         pipe.send((traceback.format_exc(), None))
 
 
-def alternate(
-    arms: Mapping[str, Callable[[], object]],
-    repeats: int,
-    clock: Callable[[], float] = time.perf_counter,
-    *,
-    of_all_ranks: bool = False,
-) -> dict[str, list[float]]:
+@dataclass
+class Times:
+    """Seconds of each round by the name of the arm: the same on all ranks.
+
+    Attributes:
+        wall: By the clock, until the slowest rank has ended.
+        processor: Of a processor, of all ranks together.
+    """
+
+    wall: dict[str, list[float]]
+    processor: dict[str, list[float]]
+
+
+def alternate(arms: Mapping[str, Callable[[], object]], repeats: int) -> Times:
     """Measure each arm in turn, from when all ranks begin; the first round only warms.
+
+    Every other round begins with the last arm, so that none always follows the same one.
 
     Args:
         arms: What each rank does, by name.
         repeats: Rounds that are measured.
-        clock: In seconds.
-        of_all_ranks: Add up what the ranks take, as for processor time; by default the slowest counts.
-
-    Returns:
-        Seconds of each round, by the name of the arm: the same on all ranks.
     """
     import torch
     import torch.distributed as dist
 
-    samples: dict[str, list[float]] = {name: [] for name in arms}
+    times = Times({name: [] for name in arms}, {name: [] for name in arms})
     for number in range(repeats + 1):
-        for name, arm in arms.items():
+        for name, arm in list(arms.items())[:: -1 if number % 2 else 1]:
             dist.barrier()
-            began = clock()
+            began, processor = time.perf_counter(), time.process_time()
             arm()
-            took = torch.tensor(clock() - began, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.SUM if of_all_ranks else dist.ReduceOp.MAX)
+            wall = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+            spent = torch.tensor(time.process_time() - processor, dtype=torch.float64)
+            dist.all_reduce(wall, dist.ReduceOp.MAX)
+            dist.all_reduce(spent)
             if number:
-                samples[name].append(took.item())
-    return samples
+                times.wall[name].append(wall.item())
+                times.processor[name].append(spent.item())
+    return times

@@ -58,7 +58,7 @@ def measured(rank: int, work: ChainWork, with_torch: bool) -> dict[str, list[flo
     if with_torch:
         others = {stage: work.module(stage) for stage in own}
         arms["torch"] = theirs(work, others, batch, first, last)
-    samples = alternate(arms, ROUNDS)
+    samples = alternate(arms, ROUNDS).wall
     if with_torch:
         _same_gradients(modules, others)
     samples["closed"] = []
