@@ -18,10 +18,10 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapse
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from e2e.cache import cache_dir
 from e2e.cluster import binaries
 from e2e.images import engine
 from e2e.images.catalogue import Image
-from e2e.images.tools import cache_dir
 
 
 @dataclass(frozen=True)

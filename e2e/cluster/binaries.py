@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from e2e.cache import cache_dir
 from e2e.cluster.errors import ClusterError
 
 GO_MODULES = Path(__file__).parent / "go"
@@ -128,11 +129,6 @@ LOCAL_CLUSTER = (
     "pause",
     "coredns",
 )
-
-
-def cache_dir() -> Path:
-    """``$EVERSTEP_CACHE``, by default ``~/.cache/everstep``."""
-    return Path(os.environ.get("EVERSTEP_CACHE") or Path.home() / ".cache" / "everstep")
 
 
 def cache_key(program: Program, modules: Path = GO_MODULES) -> str:

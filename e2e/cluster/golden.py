@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from e2e.cache import cache_dir
 from e2e.cluster import layers, node_config, oci, packages
-from e2e.cluster.binaries import binary, cache_dir
+from e2e.cluster.binaries import binary
 from e2e.cluster.errors import ClusterError
 from e2e.cluster.layers import UnpackedImage
 from e2e.cluster.state import exclusive, write_atomically

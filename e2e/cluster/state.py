@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from e2e.cluster.binaries import cache_dir
+from e2e.cache import cache_dir
 
 PUBLISHED_KUBECONFIG = Path(__file__).parents[2] / "build" / "cluster" / "kubeconfig"
 

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from e2e.cache import cache_dir
 from e2e.images import old_python
 from e2e.images.base import BOOKWORM, Base
 from e2e.images.engine import Recipe, engine
 from e2e.images.errors import ImageError
-from e2e.images.tools import cache_dir
 
 REPOSITORY = Path(__file__).parents[2]
 

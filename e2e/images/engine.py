@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+from e2e.cache import cache_dir
 from e2e.images.base import Base
 from e2e.images.errors import ImageError
-from e2e.images.tools import cache_dir, need, run
+from e2e.images.tools import need, run
 
 # On each image, since a name says nothing of the content: the same name with another key is how a change arrives.
 KEY_LABEL = "everstep.dev/content-key"

@@ -10,11 +10,6 @@ from pathlib import Path
 from e2e.images.errors import ImageError
 
 
-def cache_dir() -> Path:
-    """``$EVERSTEP_CACHE``, by default ``~/.cache/everstep``."""
-    return Path(os.environ.get("EVERSTEP_CACHE") or Path.home() / ".cache" / "everstep")
-
-
 def need(program: str) -> None:
     """Make sure that ``program`` can be run, from the Debian package of the same name."""
     if shutil.which(program):
