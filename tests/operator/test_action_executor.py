@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import copy
 import dataclasses
 import json
 import re
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -20,12 +18,10 @@ from everstep_operator.cluster import action_executor, errors
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject, check_ownership
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache
-from everstep_operator.cluster.client import ListPage
 from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
 from everstep_operator.cluster.frozen_templates import FrozenTemplates
 from everstep_operator.cluster.leader_poller import LeaderPoller
 from everstep_operator.cluster.resources import PODS
-from everstep_operator.cluster.server_clock import ServerClock
 from everstep_operator.plan import template
 from everstep_operator.plan.actions import (
     Action,
@@ -47,69 +43,16 @@ from everstep_operator.plan.operator_keys import make_secret_name
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_owner_reference
 from tests.builders import job
+from tests.operator.stored_objects import StoredObjects
 
 KEY = b"key"
 JOB = JobRef("default", "digits", job().build().metadata.uid, "1", confirmed=True)
 SECRET_1 = ("digits", JOB.uid, 1, KEY)
 
 
-class Objects:
-    """Creates and deletes; like the operator's rights, it reads no Secret."""
-
-    clock = ServerClock()
-
-    def __init__(self) -> None:
-        self.there: dict[tuple[str, str], Any] = {}
-        self.lose = ""  # the answer to the next create of this name
-        self.admission: errors.ApiError | None = None  # rejects every create, also of what is there
-        self.mutate: Callable[[Any], Any] = lambda body: body  # a mutating webhook
-        self.created: list[str] = []
-        self.merges = 0
-
-    async def create(self, resource: Any, namespace: str, body: Any, **_: Any) -> Any:
-        name = (resource.plural, body["metadata"]["name"])
-        if self.admission is not None:
-            raise self.admission
-        if name in self.there:
-            raise errors.AlreadyExists(409, "AlreadyExists", "there")
-        body = self.mutate(copy.deepcopy(body))
-        self.there[name] = {**body, "metadata": {**body["metadata"], "uid": "u", "resourceVersion": "1"}}
-        self.created.append(name[1])
-        if self.lose == name[1]:
-            self.lose = ""
-            raise errors.Unreachable("lost", sent=True)
-        return self.there[name]
-
-    async def get(self, resource: Any, namespace: str, name: str, **_: Any) -> Any:
-        assert resource.plural != "secrets"
-        if (resource.plural, name) not in self.there:
-            raise errors.NotFound(404, "NotFound", name)
-        return self.there[(resource.plural, name)]
-
-    async def list(
-        self, resource: Any, namespace: str, *, labels: str, metadata_only: bool = False
-    ) -> AsyncIterator[ListPage]:
-        yield ListPage([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
-
-    async def merge(self, resource: Any, namespace: str, body: Any) -> Any:
-        self.merges += 1
-        if self.admission is not None:
-            raise self.admission
-        spec = self.there[(resource.plural, body["metadata"]["name"])]["spec"]
-        spec["selector"] = {k: v for k, v in spec["selector"].items() if k not in body["spec"]["selector"]}
-
-    async def delete(
-        self, resource: Any, namespace: str, name: str, *, uid: str | None, grace: int | None = None
-    ) -> bool:
-        there = self.there.get((resource.plural, name))
-        if there is not None and uid in (None, there.get("metadata", {}).get("uid")):
-            del self.there[(resource.plural, name)]
-        return there is not None
-
-
 @pytest.fixture
 def objects() -> Any:
-    return Objects()
+    return StoredObjects()
 
 
 @pytest_asyncio.fixture
@@ -215,15 +158,37 @@ async def test_no_job_waits_for_the_names_of_its_pods(
     built, settings = job().nodes(101).build(), PlanSettings()
     named = NamePods(build_service(built, settings, is_complete=True))
     assert await actor.execute(JOB, [EnsureService("digits", build_service(built, settings, is_complete=False))])
-    objects.admission = errors.Forbidden(403, "Forbidden", "of an older chart")
+    objects.merge_error = errors.NotAuthorized(403, "Forbidden", "an older chart's rights")
     for _ in range(5):
-        assert await actor.execute(JOB, [named]) == (None, None)
+        rejection, again = await actor.execute(JOB, [named])
+        assert rejection is None
+        assert again is not None, "nothing else may ever lead to another try"
+        assert 0 < again <= action_executor.NAME_RETRY_SECONDS
     assert objects.merges == 1, "it is not tried again at once"
-    objects.admission = None
+    objects.merge_error = None
     monkeypatch.setattr(action_executor, "NAME_RETRY_SECONDS", 0.0)
     actor.forget(JOB.uid)
     assert await actor.execute(JOB, [named]) == (None, None)
     assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits"}
+
+
+@pytest.mark.parametrize("denied", [None, errors.NotAuthorized(403, "Forbidden", "an older chart's rights")])
+async def test_the_service_of_a_large_job_that_has_become_a_small_one_names_all_pods(
+    actor: ActionExecutor, objects: Any, denied: errors.ApiError | None
+) -> None:
+    """It was suspended before all of its pods had addresses, and has another number of nodes since."""
+    large, small = (job().nodes(nodes).build() for nodes in (101, 100))
+    ensured = [
+        EnsureService("digits", build_service(each, PlanSettings(), is_complete=False)) for each in (large, small)
+    ]
+    assert await actor.execute(JOB, ensured[:1]) == (None, None)
+    objects.merge_error = denied
+    assert await actor.execute(JOB, ensured[1:]) == (None, None), "no job waits for it"
+    few = {"everstep.dev/index": "0"} if denied is not None else {}
+    assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits", **few}
+    merges = objects.merges
+    assert await actor.execute(JOB, ensured[:1]) == (None, None)
+    assert objects.merges == merges, "of a large one only once all have addresses"
 
 
 async def test_where_admission_rejects_deletes_too_its_first_words_are_told(

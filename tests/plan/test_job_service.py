@@ -33,3 +33,27 @@ def test_a_service_that_is_made_again_for_a_replacement_names_all_pods() -> None
     del world.pods["digits-7"]
     (service,) = (each for each in world.reconcile().actions if isinstance(each, EnsureService))
     assert service.body["spec"]["selector"] == {"everstep.dev/job": "digits"}
+
+
+def test_a_pod_that_has_ended_already_keeps_no_other_from_its_name() -> None:
+    """In plain mode each container begins once its pod has, and one may end before the last one's image is there."""
+    world = World(job().nodes(101).plain().build())
+    world.reconcile()
+    world.bind()
+    late = world.pods.pop("digits-100")
+    world.start()
+    world.exit(7, 0)
+    world.pods["digits-100"] = late
+    assert not any(isinstance(each, NamePods) for each in world.reconcile().actions)
+    world.start()
+    assert any(isinstance(each, NamePods) for each in world.reconcile().actions)
+
+
+def test_a_pod_that_is_lost_while_the_set_starts_gives_no_other_its_name() -> None:
+    world = World(job().nodes(101).build())
+    world.reconcile()
+    world.bind()
+    world.reconcile()
+    del world.pods["digits-7"]
+    (service,) = (each for each in world.reconcile().actions if isinstance(each, EnsureService))
+    assert service.body["spec"]["selector"] == {"everstep.dev/job": "digits", "everstep.dev/index": "0"}

@@ -108,8 +108,8 @@ class ActionExecutor:
         for action in actions:
             log.debug("acting", job=f"{job.namespace}/{job.name}", action=type(action).__name__)
             try:
-                if not await self._execute_action(job, action):
-                    again = PUSH_RETRY_SECONDS
+                if (later := await self._execute_action(job, action)) is not None:
+                    again = min(again or later, later)
             except errors.NotOurs as error:
                 return Rejection(action, "Conflict", str(error)), again
             except errors.QuotaExceeded as error:
@@ -138,15 +138,13 @@ class ActionExecutor:
         if self.cache.jobs.put_answer(live, held) or live["metadata"]["resourceVersion"] != job.version:
             raise errors.Conflict(409, "Stale", "the job has changed since it was observed")
 
-    async def _execute_action(self, job: JobRef, action: act.Action) -> bool:
-        """Execute one action. Return False if it has to be tried again soon, though nothing is wrong."""
+    async def _execute_action(self, job: JobRef, action: act.Action) -> float | None:
+        """Execute one action. Return in how many seconds it has to be tried again, if it was put off."""
         match action:
             case act.EnsureService():
-                _, is_new = await self._ensure(SERVICES, job, action.body)
-                if is_new:
-                    self.forget(job.uid)
+                await self._ensure_service(job, action)
             case act.NamePods():
-                await self._name_pods(job, action)
+                return await self._name_pods(job, action)
             case act.EnsureTemplate():
                 await self._ensure_template(job, action)
             case act.EnsureSecret():
@@ -166,14 +164,15 @@ class ActionExecutor:
             case act.MarkOutOfService():
                 await self.taints.mark(action.node)
             case act.PushPeers():
-                return self.leaders.push_peers(job.key, action.epoch, action.addresses)
+                if not self.leaders.push_peers(job.key, action.epoch, action.addresses):
+                    return PUSH_RETRY_SECONDS
             case act.StopLeader():
                 self.leaders.send_stop(job.key, action.reason)
             case act.RequestCheckpoint():
                 self.leaders.request_checkpoint(job.key, action.id, action.deadline)
             case act.DeleteJob():
                 await self.client.delete(JOBS, job.namespace, job.name, uid=action.uid)
-        return True
+        return None
 
     # --- objects made once
 
@@ -206,22 +205,36 @@ class ActionExecutor:
         check_ownership(resource, job, found)
         return found, False
 
-    async def _name_pods(self, job: JobRef, action: act.NamePods) -> None:
-        """Let the job's Service select all of its pods, once."""
-        if time.monotonic() < self._names_due.get(job.uid, 0.0):
-            return
-        self._names_due[job.uid] = time.monotonic() + NAME_RETRY_SECONDS
+    async def _ensure_service(self, job: JobRef, action: act.EnsureService) -> None:
+        found, is_new = await self._ensure(SERVICES, job, action.body)
+        if is_new:
+            self.forget(job.uid)
+        elif lacks_names(found) and not lacks_names(action.body):
+            # The job was large when it was made, and has become a small one while it was suspended.
+            try:
+                await self._select_all_pods(job, found)
+            except (errors.NotAuthorized, *_BY_ADMISSION) as error:
+                log.warning("pods have no names in DNS", job=f"{job.namespace}/{job.name}", error=str(error))
+
+    async def _name_pods(self, job: JobRef, action: act.NamePods) -> float | None:
+        """Let the job's Service select all of its pods, once. Return in how many seconds to try again, if need be."""
+        now = time.monotonic()
+        if (due := self._names_due.get(job.uid, 0.0)) > now:
+            return due - now if due < math.inf else None
+        self._names_due[job.uid] = now + NAME_RETRY_SECONDS
         try:
             found, _ = await self._ensure(SERVICES, job, action.body)
             if lacks_names(found):
-                version = found["metadata"]["resourceVersion"]
-                meta = {"name": found["metadata"]["name"], "resourceVersion": version}
-                body = {"metadata": meta, "spec": {"selector": {LABEL_INDEX: None}}}
-                await self.client.merge(SERVICES, job.namespace, body)
+                await self._select_all_pods(job, found)
         except (errors.ApiError, errors.Unreachable, errors.NotOurs, StaleObject) as error:
             log.warning("pods have no names in DNS yet", job=f"{job.namespace}/{job.name}", error=str(error))
-            return
+            return NAME_RETRY_SECONDS
         self._names_due[job.uid] = math.inf
+        return None
+
+    async def _select_all_pods(self, job: JobRef, service: ApiObject) -> None:
+        meta = {"name": service["metadata"]["name"], "resourceVersion": service["metadata"]["resourceVersion"]}
+        await self.client.merge(SERVICES, job.namespace, {"metadata": meta, "spec": {"selector": {LABEL_INDEX: None}}})
 
     async def _ensure_template(self, job: JobRef, action: act.EnsureTemplate) -> None:
         made, _ = await self._ensure(CONFIG_MAPS, job, action.body)

@@ -265,7 +265,8 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
         if frozen.on_demand is not None:
             actions.append(DryRun(build_pod(frozen, frozen.num_on_demand, epoch)))
     if s.wanted > 1:
-        service = job_service.build_service(job, settings, is_complete=len(chosen) < s.wanted)
+        is_complete = s.phase in RUN_PHASES and len(chosen) < s.wanted
+        service = job_service.build_service(job, settings, is_complete=is_complete)
         actions.append(EnsureService(job.metadata.name, service))
     name = template.config_map_name_of(frozen)
     if not frozen.job.get("plain"):

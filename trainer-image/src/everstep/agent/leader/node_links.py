@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Callable, Protocol
 
 from everstep.agent.config import AgentConfig
+from everstep.agent.system.host_names import is_name
 from everstep.agent.wire import protocol
 from everstep.agent.wire.http_client import RequestRejected, encode_message
 from everstep.agent.wire.link import AgentLink, Channel, LinkClosed, dial_agent
@@ -17,6 +18,9 @@ from everstep.agent.wire.link import AgentLink, Channel, LinkClosed, dial_agent
 DIALS_AT_ONCE = 128
 HELLO_SECONDS = 5.0
 REDIAL_SECONDS = (0.1, 2.0)
+# Most, if the address is a name. Each try is up to a dozen questions to the cluster's name servers, of each node that
+# lacks, and a pod may wait for a machine for hours: whoever starts meanwhile announces itself.
+REDIAL_NAME_SECONDS = 30.0
 
 
 class LinkListener(Protocol):
@@ -111,6 +115,8 @@ class Links:
 
     async def _dial(self, index: int, address: str, number: int) -> None:
         pause, most = REDIAL_SECONDS
+        if is_name(address):
+            most = REDIAL_NAME_SECONDS
         while (link := await self._try(index, address, number)) is None:
             if self._dials.get(index) is not asyncio.current_task():
                 return  # called off

@@ -15,6 +15,14 @@ _PAUSE = 0.01  # seconds between two looks for a free one
 _free = threading.BoundedSemaphore(_AT_ONCE)
 
 
+def is_name(address: str) -> bool:
+    """Tell whether "host:port" has a name for a host, and not an IP address."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(address.rpartition(":")[0].strip("[]"))
+        return False
+    return True
+
+
 async def addresses_of(address: str) -> list[str]:
     """Return "ip:port" for each IP address of the host in `address`.
 
@@ -25,8 +33,7 @@ async def addresses_of(address: str) -> list[str]:
         OSError: There is none by that name. Whoever asks bounds how long it may take.
     """
     host, _, port = address.rpartition(":")
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host.strip("[]"))
+    if not is_name(address):
         return [address]
     while not _free.acquire(blocking=False):  # noqa: ASYNC110 - threads free it, perhaps those of another loop
         await asyncio.sleep(_PAUSE)
