@@ -24,6 +24,9 @@ def partly_placed() -> World:
     for _ in range(3):
         world.tick()
         world.reconcile()
+    for name, pod in world.pods.items():
+        if not pod.scheduled:
+            world.pods[name] = dataclasses.replace(pod, unschedulable="0/2 nodes are available")
     assert world.phase == "Scheduling"
     return world
 

@@ -25,6 +25,21 @@ def test_pending_counts_from_creation_until_all_pods_have_a_node() -> None:
     assert not [p for p in world.pods.values() if p.live]
 
 
+@pytest.mark.parametrize(("fields", "named"), [({}, "default-scheduler"), ({"schedulerName": "volcano"}, "volcano")])
+def test_a_scheduler_that_says_nothing_for_a_minute_is_named(fields: dict[str, str], named: str) -> None:
+    """As one that nobody has installed: it is no want of nodes, and no scheduler says so."""
+    world = World(job().nodes(2).pod(**fields).build(), capacity=0)
+    world.run("Scheduling")
+    made = world.reconcile()
+    assert made.requeue_at is not None
+    assert made.requeue_at <= world.now + 60
+    assert named not in world.status.conditions[0].message
+    world.now += 60
+    world.reconcile()
+    assert "no scheduler has said anything of digits-0" in world.status.conditions[0].message
+    assert named in world.status.conditions[0].message
+
+
 def test_pending_starts_anew_after_a_resume() -> None:
     world = World(job().timeouts(pending="5m").suspended().build())
     world.reconcile()

@@ -302,8 +302,9 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
             _open_phase_message(s),
             stalled=s.open.reason in gang.STALLING_REASONS,
         )
-    text = next((p.unschedulable for p in s.live if p.unschedulable), Reason.WAITING_FOR_CAPACITY.meaning)
-    return Decision(Phase.SCHEDULING, Reason.WAITING_FOR_CAPACITY, text)
+    text, again = timeouts.describe_capacity_wait(s)
+    text = text or Reason.WAITING_FOR_CAPACITY.meaning
+    return Decision(Phase.SCHEDULING, Reason.WAITING_FOR_CAPACITY, text).requeue_at(again)
 
 
 def _are_ranks_running(s: PlanContext) -> bool:

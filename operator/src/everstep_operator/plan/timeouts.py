@@ -14,6 +14,7 @@ from everstep_operator.plan import pod_replacement
 from everstep_operator.plan.gang import blocked_by
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
 
+SCHEDULER_SILENCE_SECONDS = 60.0  # of a pod of which no scheduler has said anything; they say at once what they lack
 _REJECTED = (Reason.ADMISSION_REJECTED.value, Reason.NOT_PERMITTED.value)
 
 
@@ -137,13 +138,28 @@ def describe_container_wait(s: PlanContext) -> str:
     return f"{held[0].name}{more} cannot start: {held[0].container_wait}"
 
 
+def describe_capacity_wait(s: PlanContext) -> tuple[str, float | None]:
+    """Return what schedulers say of pods without a node, or that they say nothing, and when to look again for that."""
+    waiting = [pod for pod in s.live if not pod.scheduled]
+    if said := next((pod.unschedulable for pod in waiting if pod.unschedulable), ""):
+        return said, None
+    oldest = min(waiting, key=lambda pod: pod.created, default=None)
+    if oldest is None or s.now < oldest.created + SCHEDULER_SILENCE_SECONDS:
+        return "", oldest.created + SCHEDULER_SILENCE_SECONDS if oldest is not None else None
+    frozen = s.observed.frozen
+    template = frozen.find_pod(oldest.index) if frozen is not None else {}
+    name = template.get("spec", {}).get("schedulerName")
+    silence = f"no scheduler has said anything of {oldest.name} for {SCHEDULER_SILENCE_SECONDS:.0f} s"
+    return f"{silence}: see whether {name or 'default-scheduler'}, which is to place it, runs", None
+
+
 def _describe_unschedulable(s: PlanContext) -> str:
     """Return the message of the scheduler about a pod without a node, or why pods cannot be made or started.
 
     The text begins with ": ". It is empty without such a message, or in a phase that is neither a forming one nor
     Restarting.
     """
-    text = next((p.unschedulable for p in s.live if not p.scheduled and p.unschedulable), "")
+    text, _ = describe_capacity_wait(s)
     if (kept := pod_replacement.describe_kept_pod(s)) is not None:
         text = kept[1]
     if blocked_by(s.job) is not None and s.status.conditions:
