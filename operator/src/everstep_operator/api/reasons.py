@@ -161,7 +161,7 @@ class Reason(StrEnum):
     # Failures of the infrastructure
     POD_LOST = "PodLost", "A pod vanished or ended without a termination message of its agent."
     POD_DELETED = "PodDeleted", "Someone deleted a pod of the job."
-    EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption)."
+    EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption, taint)."
     NODE_LOST = "NodeLost", "A node with pods of the job stopped responding, or was removed."
     HELD = (
         "Held",
