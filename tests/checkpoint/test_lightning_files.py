@@ -17,6 +17,7 @@ if importlib.util.find_spec("lightning") is None:  # its import changes the envi
 from everstep.checkpoint.catalog.candidates import list_candidates  # noqa: E402
 from everstep.checkpoint.publish import folder  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from everstep.data import Sampler  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -51,3 +52,22 @@ def test_a_file_that_is_written_again_while_it_waits_is_stored_as_it_was(
         found = torch.load(tmp_path / str(key.step) / "lightning.ckpt")
         assert (found["global_step"], found["weights"].unique().tolist()) == (key.step, [key.step])
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file()) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize(("stop", "warns"), [(None, True), (40, False)])
+def test_a_loader_of_which_lightning_would_leave_a_batch_out_is_told_of(
+    stop: int | None, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+
+    from everstep.checkpoint.adapters.lightning import Generators
+
+    data = RandomDataset(32, 48)
+    sampler = Sampler(len(data), global_batch=4, seed=1, stop=stop)
+    loader = stateful_dataloader.StatefulDataLoader(data, batch_sampler=sampler)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", max_steps=2, callbacks=[Generators()], default_root_dir=tmp_path, **quiet)
+    trainer.fit(BoringModel(), loader)
+    assert ("leaves one batch out" in caplog.text) is warns

@@ -109,3 +109,16 @@ def test_plain_structures_come_back_as_they_were(count: int, tmp_path: Path) -> 
         assert (found[key] == value).all()
         assert found[key].dtype == value.dtype
         assert type(found[key]) is type(value)
+
+
+def test_a_record_that_a_script_holds_is_replaced_by_the_saved_one(tmp_path: Path) -> None:
+    records = np.array([(1, 2.0), (3, 4.0)], FIELDS)
+    with session(tmp_path) as ckpt:
+        ckpt.restore(state={"record": records[1]})
+        ckpt.save(1)
+    state = {"record": records[0]}
+    with session(tmp_path) as ckpt:
+        ckpt.restore(state=state)
+    assert type(state["record"]) is np.void
+    assert state["record"] == records[1]
+    assert records[0].tolist() == (1, 2.0)

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
 import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
@@ -157,6 +158,46 @@ def test_a_tensor_that_no_checkpoint_holds_is_refused_when_the_run_begins(
 ) -> None:
     with session(folder) as ckpt, pytest.raises(CheckpointError, match=rf"^state\.it {advice}"):
         ckpt.restore(state={"it": tensor})
+
+
+class OfAdapter(nn.Module):  # type: ignore[misc]
+    """A module whose state is its adapter's: what it holds besides is there already, in memory of any kind."""
+
+    def __init__(self, base: Any, is_parameter: bool) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(2, 2)
+        if is_parameter:
+            self.base = nn.Parameter(base, requires_grad=False)
+        else:
+            self.register_buffer("base", base, persistent=False)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        state.pop("base", None)
+        return state
+
+
+@pytest.mark.parametrize("is_parameter", [False, True], ids=["buffer", "parameter"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.ones(3).to_mkldnn(),
+        lambda: TwoTensor(torch.ones(3), torch.ones(3)),
+    ],
+    ids=["coo", "csr", "mkldnn", "wrapper"],
+)
+def test_what_a_module_holds_and_does_not_save_may_be_in_memory_of_any_kind(
+    tmp_path: Path, make: Any, is_parameter: bool
+) -> None:
+    saved, model, read = (OfAdapter(make(), is_parameter) for _ in range(3))
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"model": saved})
+    ranks.restore(tmp_path / "store", tmp_path / "memory", {"model": model})
+    everstep.load_into(tmp_path / "store", model=read)
+    for each in (model, read):
+        assert torch.equal(each.adapter.weight, saved.adapter.weight)
+        assert each.base.layout == saved.base.layout
 
 
 def test_a_tensor_without_memory_is_refused_by_name_among_many() -> None:

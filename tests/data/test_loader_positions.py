@@ -19,6 +19,7 @@ from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.sessions import session  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -120,3 +121,17 @@ def test_a_dataset_that_counts_an_epoch_twice_is_named(tmp_path: Path, caplog: p
         save_and_resume(loader, resumed, PER_EPOCH, tmp_path)
     assert "loader: its dataset was saved at the end of an epoch" in caplog.text
     assert train(resumed, PER_EPOCH) == expected
+
+
+@pytest.mark.parametrize("is_stateful", [True, False])
+def test_a_loader_that_accelerate_has_prepared_is_refused_when_the_run_begins(
+    tmp_path: Path, is_stateful: bool
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    options = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=options)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(8), batch_size=2, shuffle=True))
+    with session(tmp_path) as ckpt:
+        for begin in (ckpt.restore, ckpt.track):
+            with pytest.raises(CheckpointError, match=r"loader is a DataLoaderShard.*everstep\.data\.Sampler"):
+                begin(loader=everstep.PerRank(loader))

@@ -11,12 +11,14 @@ temporary ones (of its search for a learning rate), are written and not publishe
 What Lightning itself needs to go on exactly, seen with 2.6: a loader with `state_dict` (torchdata's
 StatefulDataLoader), since it begins an epoch anew with any other; and saves by `every_n_train_steps`, not at the end of
 an epoch: there it saves before it steps the schedulers of interval "epoch" and does not step them when it resumes, so
-that the learning rate of all later epochs is that of the one before.
+that the learning rate of all later epochs is that of the one before. Nor has it drawn there what loaders draw when the
+next epoch begins: a run that resumes from the last step of an epoch has other random numbers from there on.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback
+from torch.utils._pytree import tree_leaves
 
 from everstep.checkpoint import events
 from everstep.checkpoint.adapters.published import Published
@@ -33,6 +36,8 @@ from everstep.checkpoint.format.values import pack_value, unpack_value
 from everstep.checkpoint.ranks.host_group import open_host_group
 from everstep.checkpoint.state.rng import Rng
 from everstep.coordination.group import RankGroup
+
+_log = logging.getLogger("everstep.checkpoint")
 
 _FILE = "lightning.ckpt"
 _GENERATORS = "everstep_generators"
@@ -132,6 +137,13 @@ def _link_in_place_of(ours: Path, path: Any) -> None:
         raise
 
 
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
 class Generators(Callback):  # type: ignore[misc]  # lightning is not where types are checked
     """The random generators of every rank go on where they were: Lightning saves none, and dropout draws from them.
 
@@ -158,6 +170,16 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get(_GENERATORS, [])
         self._loaded = states[trainer.global_rank] if len(states) == trainer.world_size else None
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Lightning calls this on every rank. Warns of loaders of which a resumed run leaves a batch out."""
+        loaders = tree_leaves(getattr(trainer.train_dataloader, "flattened", trainer.train_dataloader))
+        if trainer.is_global_zero and any(hasattr(each, "state_dict") and not _has_length(each) for each in loaders):
+            _log.warning(
+                "the loader of this training has no length: Lightning reads one batch of it ahead, and saves it as if "
+                "that batch were trained, so that a run that is resumed leaves one batch out. Give it a length: "
+                "everstep.data.Sampler(…, stop=STEPS), or an iterable dataset with __len__"
+            )
 
     def on_train_batch_start(self, trainer: Any, *others: Any) -> None:
         # Not before: the beginning of a fit draws numbers too, for its loaders.

@@ -22,7 +22,10 @@ _NOTHING = object()
 
 
 def check_position(loader: Any, name: str) -> None:
-    """See that a loader's state says where all of its workers are.
+    """See that a loader's state says where it is, and where all of its workers are.
+
+    What accelerate's prepare() returns says that it is a loader of torch or torchdata, and holds one. Its own state is
+    behind that one's with workers, and says at the end of an epoch nothing of which comes next.
 
     A persistent worker that begins another epoch tells the state of its dataset before anybody has asked for the first
     item. By then a dataset that goes back to its first item in a generator has not: its state is that of the end of the
@@ -33,8 +36,17 @@ def check_position(loader: Any, name: str) -> None:
         name: What it is called in messages.
 
     Raises:
-        CheckpointError: A worker has not given a batch in this epoch, and has not the state of its first epoch.
+        CheckpointError: It only stands for a loader; or a worker has not given a batch in this epoch, and has not the
+            state of its first epoch.
     """
+    if type(loader) is not loader.__class__:
+        raise CheckpointError(
+            f"{name} is a {type(loader).__name__}, which stands for another loader as what accelerate's prepare() "
+            "returns does: a run that is resumed from its state repeats samples and leaves others out. Do not give the "
+            "loader to prepare(): make it with an everstep.data.Sampler as its batch_sampler, and give that sampler to "
+            "restore(). Or keep the epoch and the number of its batches in a dictionary, and begin with set_epoch() "
+            "and accelerator.skip_first_batches()"
+        )
     iterator: Any = getattr(loader, "_iterator", None)
     if not (_is_stateful_loader(loader) and loader.num_workers and loader.persistent_workers and iterator is not None):
         return

@@ -31,7 +31,13 @@ from everstep.checkpoint.state.kinds import (
     make_fresh_tensor,
 )
 from everstep.checkpoint.state.loaded import is_instance
-from everstep.checkpoint.state.memory import fill_overlapping, get_local_tensor, have_same_bits, overlaps_itself
+from everstep.checkpoint.state.memory import (
+    fill_overlapping,
+    get_local_tensor,
+    have_same_bits,
+    overlaps_itself,
+    why_not_saved,
+)
 from everstep.checkpoint.state.module_metadata import (
     find_own_loading,
     find_unusual,
@@ -158,7 +164,9 @@ class Modules:
         unusual = find_unusual({name: saved.value(name) for name in saved.values if is_description(name)})
         for module in self._modules:
             plain, here = make_unwrapping(module), module.state_dict()
-            own = {_get_address(each) for each in (*module.parameters(), *module.buffers())}
+            # One that is not saved, as a sparse buffer that is not persistent, may have no address.
+            held = (*module.parameters(), *module.buffers())
+            own = {_get_address(each) for each in held if why_not_saved(each) is None}
             # What changes a state on its way gets all of it; everything is in place already for all others.
             is_changed = bool(find_own_loading(module))
             given: OrderedDict[str, Any] = OrderedDict()

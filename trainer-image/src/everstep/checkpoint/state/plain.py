@@ -273,7 +273,8 @@ def _fill_tensor(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
 
 def _fill_array(live: Any, loaded: Any) -> Any:
     """Return the same for arrays of NumPy, which this module does not import."""
-    fits = type(live) is type(loaded) and type(live).__module__ == "numpy" and hasattr(live, "flags")
+    # A scalar of NumPy has flags too, and that of a record says that it can be written.
+    fits = is_instance(live, "numpy", "ndarray") and type(live) is type(loaded) and type(live).__module__ == "numpy"
     if fits and live.flags.writeable and (live.shape, live.dtype) == (loaded.shape, loaded.dtype):
         live[...] = loaded
         return live
