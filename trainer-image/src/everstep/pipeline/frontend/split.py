@@ -27,7 +27,9 @@ from everstep.pipeline.frontend.refs import (
     Weight,
     compile_binder,
     compile_maker,
+    compile_result_binder,
     iterate_references,
+    list_plain_leaves,
 )
 from everstep.pipeline.frontend.sizes import are_sizes_visible, find_places, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
@@ -329,10 +331,12 @@ class _Cut:
         if item.other is not None:
             templates[not call.training] = item.other
         inputs = {flag: compile_maker(found, bind) for flag, found in templates.items()}
-        put = compile_binder(item.outputs)
         if isinstance(item, Call):
+            other = item.outputs if item.other_outputs is None else item.other_outputs
+            plain = {item.training: list_plain_leaves(item.outputs), not item.training: list_plain_leaves(other)}
+            put = compile_result_binder(item.outputs, plain, item.module, item.name)
             return Step(item.name, item.module, item.module, inputs, put, tuple(forget), _make_context(item))
-        func = item.func
+        func, put = item.func, compile_binder(item.outputs)
         if item in drawing:
             func = partial(_bind_random_state, drawing[item], func)
         elif func in HOOKS:
