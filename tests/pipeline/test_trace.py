@@ -230,6 +230,22 @@ def test_what_is_no_tensor_and_depends_on_data_is_refused_when_it_leaves_a_modul
         run_stages(stages, {"x": 100 * X["x"]})
 
 
+def test_a_size_of_two_is_not_taken_for_the_samples_of_a_module_that_depends_on_data() -> None:
+    def pairs(x: Any) -> Any:
+        return (x if x.sum() > 0 else -x).view(-1, 2, 2)
+
+    class Mean(Net):
+        def forward(self, x: Any) -> Any:
+            y = self.between(self.one(x))
+            return self.two(y.flatten(1)) + y.sum(1).sum(1, keepdim=True) / y.shape[1]
+
+    model = Mean(Block(pairs))
+    for samples in (2, 5):
+        stages = split_model(trace_model(model, {"x": torch.ones(samples, 4)}), {"two": 1})
+        for inputs in ({"x": torch.randn(2, 4)}, {"x": torch.randn(7, 4)}):
+            assert torch.equal(run_stages(stages, inputs), model(**inputs))
+
+
 def test_a_number_that_a_module_returns_may_be_another_in_evaluation() -> None:
     class Scaled(Net):
         def forward(self, x: Any) -> Any:

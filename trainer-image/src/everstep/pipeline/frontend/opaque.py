@@ -165,7 +165,9 @@ class _SizeRule:
         """Learn the sizes of what was given that may change, by what they were in the first run and in the other."""
         for leaf, shape in zip(leaves, shapes, strict=True):
             for size, symbolic in zip(leaf.shape, shape, strict=True) if shape is not None else ():
-                if isinstance(size, torch.SymInt) and not isinstance(symbolic, int):
+                # What the number of samples does not change is none of them, though it may be as large in one run.
+                of_samples = self.sizes.batch in symbols_of([symbolic])
+                if isinstance(size, torch.SymInt) and not isinstance(symbolic, int) and not of_samples:
                     other = None if varied is None else int(evaluate_size(symbolic, varied))
                     self._symbols.setdefault((int(evaluate_size(symbolic, hints)), other), size)
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
 
-_PLAIN = type(None) | bool | int | float | complex | str | bytes
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
