@@ -12,6 +12,7 @@ import torch
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
+from everstep.pipeline.frontend.attributes import FixedAttributes, select_attributes
 from everstep.pipeline.frontend.record import Call, Op, iterate_made_values, iterate_parts
 from everstep.pipeline.frontend.recorder import HOOKS
 from everstep.pipeline.frontend.refs import (
@@ -335,6 +336,9 @@ class _Cut:
             other = item.outputs if item.other_outputs is None else item.other_outputs
             plain = {item.training: list_plain_leaves(item.outputs), not item.training: list_plain_leaves(other)}
             put = compile_result_binder(item.outputs, plain, item.module, item.name)
+            unseen = [each.path for each in item.all_calls() if each.opaque]
+            if fixed := select_attributes(self.model.attributes, unseen):
+                put = partial(_bind_checked, put, FixedAttributes(self.model.model, fixed))
             return Step(item.name, item.module, item.module, inputs, put, tuple(forget), _make_context(item))
         func, put = item.func, compile_binder(item.outputs)
         if item in drawing:
@@ -401,6 +405,11 @@ def _bind_argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
     for key in path:
         found = found[key]
     return found
+
+
+def _bind_checked(put: Callable[[Any, Frame], None], fixed: FixedAttributes, result: Any, frame: Frame) -> None:
+    fixed.check()  # the module may have set them by its data, and code around it has read them in the trace
+    put(result, frame)
 
 
 def _bind_random_state(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:
