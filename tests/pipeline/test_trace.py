@@ -205,65 +205,6 @@ def test_a_number_from_data_does_not_leave_a_module() -> None:
         trace_model(Scaled(Block(lambda x: float(x.mean()))), X)
 
 
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        (lambda x: bool(x.max() > 9), r"returned True, and False"),
-        (lambda x: 1 + int(x.max() > 9), r"returned 2, and 1"),
-        (lambda x: x if x.max() > 9 else None, r"returned a tensor, and None"),
-        (lambda x: None if x.max() > 9 else x, r"returned None, and a tensor"),
-        (lambda x: [x] * (1 + int(x.max() > 9)), r"returned 3 values, and 2"),
-    ],
-)
-def test_what_is_no_tensor_and_depends_on_data_is_refused_when_it_leaves_a_module(returned: Any, said: str) -> None:
-    class Branch(Net):
-        def forward(self, x: Any) -> Any:
-            x, found = self.between(self.one(x))
-            return self.two(x * (1 + found) if isinstance(found, int) else x)
-
-    model = Branch(Block(lambda x: (x, returned(x))))
-    with torch.no_grad():
-        model.one.weight.fill_(1.0)
-    stages = split_model(trace_model(model, X), {"two": 1})
-    assert torch.equal(run_stages(stages, X), model(**X))
-    with pytest.raises(PipelineError, match=rf"module 'between' {said} when pipeline\(\) was called"):
-        run_stages(stages, {"x": 100 * X["x"]})
-
-
-def test_a_size_of_two_is_not_taken_for_the_samples_of_a_module_that_depends_on_data() -> None:
-    def pairs(x: Any) -> Any:
-        return (x if x.sum() > 0 else -x).view(-1, 2, 2)
-
-    class Mean(Net):
-        def forward(self, x: Any) -> Any:
-            y = self.between(self.one(x))
-            return self.two(y.flatten(1)) + y.sum(1).sum(1, keepdim=True) / y.shape[1]
-
-    model = Mean(Block(pairs))
-    for samples in (2, 5):
-        stages = split_model(trace_model(model, {"x": torch.ones(samples, 4)}), {"two": 1})
-        for inputs in ({"x": torch.randn(2, 4)}, {"x": torch.randn(7, 4)}):
-            assert torch.equal(run_stages(stages, inputs), model(**inputs))
-
-
-def test_a_number_that_a_module_returns_may_be_another_in_evaluation() -> None:
-    class Scaled(Net):
-        def forward(self, x: Any) -> Any:
-            x, scale = self.between(self.one(x))
-            return self.two(x * scale)
-
-    class Scale(nn.Module):  # type: ignore[misc]
-        def forward(self, x: Any) -> Any:
-            return (x if x.sum() > 0 else -x), (2 if self.training else 1)
-
-    model = Scaled(Scale())
-    stages = split_model(trace_model(model, X), {"two": 1})
-    assert torch.equal(run_stages(stages, X), model(**X))
-    for each in (model, *(part.module for part in stages)):
-        each.eval()
-    assert torch.equal(run_stages(stages, X), model(**X))
-
-
 def test_a_gradient_in_forward_stays_in_its_module() -> None:
     def slope(x: Any) -> Any:
         (found,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -69,9 +70,16 @@ def _run_on_random_numbers(
         before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
         args, kwargs = pytree.tree_unflatten(given, spec)
         try:
-            return given, before, module(*args, **kwargs)
+            result = module(*args, **kwargs)
         except Exception as error:
             failed = failed or error
+            continue
+        held, own_spec = pytree.tree_flatten((args, kwargs))
+        if own_spec != spec or not all(map(is_, held, given)):
+            raise Failed(
+                "it changes a list or a dictionary that it is given, which others would not see: let it return it"
+            )
+        return given, before, result
     raise Failed(f"it fails on random numbers ({type(failed).__name__}: {failed})") from failed
 
 

@@ -70,6 +70,7 @@ class Call:
     other_outputs: Template = None  # `outputs` if the training flag is the other one, where numbers in it differ
     weights: tuple[str, ...] = ()  # of an opaque call
     writes: tuple[str, ...] = ()  # those of them that it changes, by their names in the module
+    changes: frozenset[int] = frozenset()  # the tensors that it is given and changes in place, by their places
     is_lent: bool = False  # whether it ran with parameters of others, as by torch.func.functional_call
 
     @property

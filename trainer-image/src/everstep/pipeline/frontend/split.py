@@ -34,7 +34,7 @@ from everstep.pipeline.frontend.refs import (
 )
 from everstep.pipeline.frontend.sizes import are_sizes_visible, find_places, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
-from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step
+from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step, call_unseen
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
@@ -336,10 +336,12 @@ class _Cut:
             other = item.outputs if item.other_outputs is None else item.other_outputs
             plain = {item.training: list_plain_leaves(item.outputs), not item.training: list_plain_leaves(other)}
             put = compile_result_binder(item.outputs, plain, item.module, item.name)
-            unseen = [each.path for each in item.all_calls() if each.opaque]
+            func: Any = item.module
+            if unseen := [each.path for each in item.all_calls() if each.opaque]:
+                func = partial(call_unseen, item.name, func, item.changes if item.opaque else None)
             if fixed := select_attributes(self.model.attributes, unseen):
                 put = partial(_bind_checked, put, FixedAttributes(self.model.model, fixed))
-            return Step(item.name, item.module, item.module, inputs, put, tuple(forget), _make_context(item))
+            return Step(item.name, func, item.module, inputs, put, tuple(forget), _make_context(item))
         func, put = item.func, compile_binder(item.outputs)
         if item in drawing:
             func = partial(_bind_random_state, drawing[item], func)
