@@ -13,6 +13,8 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.attributes import FixedAttributes  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
@@ -182,3 +184,35 @@ def test_a_forward_that_counts_its_calls_is_refused_and_one_that_keeps_a_table_i
         assert [each.calls for each in model.modules() if isinstance(each, Counting)] == [0]
     assert not trace_model(Counting(cached=True), X).attributes
     assert not trace_model(nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(4)), X).attributes  # they run as they are
+
+
+class Flagging(nn.Module):  # type: ignore[misc]
+    """Finds something in the data, and leaves it in an attribute for the code around it."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.one, self.value, self.found = nn.Linear(4, 4), value, [] if isinstance(value, list) else None
+
+    def forward(self, x: Any) -> Any:
+        self.found = self.value if float(x.abs().max()) > 50 else type(self.found)() if self.found is not None else None
+        return self.one(x).tanh()
+
+
+class Flagged(nn.Module):  # type: ignore[misc]
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.inner, self.out = Flagging(value), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        x = self.inner(x)
+        return self.out(3 * x if self.inner.found else x)
+
+
+@pytest.mark.parametrize("value", [True, 2, [1]])
+def test_an_attribute_that_a_module_sets_by_its_data_is_not_taken_for_the_examples(value: Any) -> None:
+    model = Flagged(value)
+    stages = split_model(trace_model(model, {"x": torch.ones(3, 4)}), {"out": 1})
+    for inputs in ({"x": torch.ones(3, 4)}, {"x": torch.randn(5, 4)}):
+        assert torch.equal(run_stages(stages, inputs), model(**inputs))
+    with pytest.raises(PipelineError, match="module 'inner' has another attribute 'found' than when"):
+        run_stages(stages, {"x": torch.full((3, 4), 100.0)})

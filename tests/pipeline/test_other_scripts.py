@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Callable
 from functools import partial
@@ -119,6 +120,40 @@ def _restore(rank: int) -> float:
 
 def test_a_restore_within_a_step_begins_the_step_anew() -> None:
     assert max(ranks.run(2, _restore)) < 1e-12
+
+
+def _train(rank: int, how: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("everstep.pipeline").addHandler(handler)
+    with torch.device("meta" if how == "of parameters without data" else "cpu"):
+        model = Net()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cut(model) as run:
+        optimizer = torch.optim.SGD(run.groups(), lr=0.0 if how == "a rate of 0" else 0.1)
+        for number in range(4):
+            run.step(*batch(number))
+            if how == "by hand" and number % 2 == 0:
+                continue
+            if how == "cleared":
+                optimizer.zero_grad()
+            elif how == "by data":
+                for each in run.parameters():
+                    each.data -= 0.1 * each.grad
+            else:
+                (early if "data" in how else optimizer).step()
+    return [each for each in said if "left gradients that no optimizer has used" in each]
+
+
+@pytest.mark.parametrize("how", ["by hand", "of parameters without data"])
+def test_gradients_of_a_step_that_nothing_uses_are_told_once(how: str) -> None:
+    assert [len(said) for said in ranks.run(2, _train, how)] == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["each", "a rate of 0", "cleared", "by data"])
+def test_gradients_that_are_used_or_cleared_are_none_to_tell_of(how: str) -> None:
+    assert ranks.run(2, _train, how) == [[], []]
 
 
 def _add_up_statistics(rank: int) -> float:

@@ -56,6 +56,26 @@ def test_bytes_are_those_of_the_tensors() -> None:
     assert last.output == 4 * 5 * 4
 
 
+def test_a_module_that_takes_gradients_by_functions_is_measured() -> None:
+    """torch lets nobody listen to what the graph of torch.func.jacrev keeps."""
+
+    class Slopes(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x: Any) -> Any:
+            return torch.func.vmap(torch.func.jacrev(self.inner))(x).sum(2)
+
+    model, inputs = nn.Sequential(nn.Linear(8, 8), Slopes(), nn.Linear(8, 4)), {"input": torch.randn(5, 8)}
+    found = trace_model(model, inputs)
+    for profile in (
+        measure_graph(found.graph, node_modules(found), inputs, repeats=1, warmup=0),
+        count_costs(found.graph, node_modules(found), inputs),
+    ):
+        assert all(node.forward > 0 and node.activation >= 0 for node in profile.graph.nodes if node.parameters)
+
+
 def test_activations_are_what_the_whole_model_keeps() -> None:
     found, inputs = front.traced(CASES["gpt"]), CASES["gpt"].example().inputs
     model = found.model

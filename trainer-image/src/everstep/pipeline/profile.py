@@ -174,16 +174,20 @@ def _measure_activation(
     alive = {_get_storage_key(leaf) for value in values.values() for leaf in tensors_in(value)}
     kept.intersection_update(alive)  # memory that no value has any more can be another's by now
     given = {name: pytree.tree_map(_no_graph, values[name]) for name in module.inputs}  # hooks on it go with it
-    for attempt in (given, {name: copy_of(value) for name, value in given.items()}):
+    copies = {name: copy_of(value) for name, value in given.items()}
+    for attempt, is_seen in ((given, True), (copies, True), (copies, False)):
         saved = _SavedTensorCounter(module.module)
         try:
-            with torch.enable_grad(), saved:
+            with torch.enable_grad(), saved if is_seen else contextlib.nullcontext():
                 made = module(attempt)
             break
-        except RuntimeError:
-            if attempt is not given:
+        except RuntimeError as error:
+            if not is_seen or (attempt is copies and _UNSEEN not in str(error)):
                 raise
-    casts = _find_cast_memory(module, given, saved) - alive
+    if not is_seen:  # it keeps its results at least
+        results = [leaf for value in made.values() for leaf in tensors_in(value) if leaf.requires_grad]
+        saved.sizes = {_get_storage_key(leaf): int(leaf.untyped_storage().nbytes()) for leaf in results}
+    casts = _find_cast_memory(module, given, saved) - alive if is_seen else set()
     total = sum(size for memory, size in saved.sizes.items() if memory not in kept and memory not in casts)
     made = {name: pytree.tree_map(_no_graph, value) for name, value in made.items()}
     alive.update(_get_storage_key(leaf) for value in made.values() for leaf in tensors_in(value))
@@ -199,6 +203,9 @@ def _find_cast_memory(module: RunnableStage, given: Mapping[str, Any], saved: _S
     with torch.enable_grad(), again:
         module({name: copy_of(value) for name, value in given.items()})
     return saved.sizes.keys() & again.sizes.keys()
+
+
+_UNSEEN = "saved tensor hooks"  # what torch says of torch.func.grad and its like, which allow none
 
 
 class _SavedTensorCounter(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]  # torch is not where types are checked

@@ -6,10 +6,14 @@ first batches away, and not what they count; one that steps an optimizer steps b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from everstep.pipeline.errors import PipelineError
+
+_log = logging.getLogger("everstep.pipeline")
+_FEW = 8  # parameters, the smallest ones
 
 
 class HeldGradients:
@@ -53,3 +57,44 @@ class HeldGradients:
                 "by what all of its batches count. End a step with step(…, last=True), also with the last batch of an "
                 "epoch, and change gradients after it; a step drops the gradients from before it by itself"
             )
+
+
+class UnusedGradients:
+    """The gradients of the first step, of which a second step tells whether anything has used them.
+
+    In one process gradients are added up until a script clears them, so a loop that steps its optimizer after every
+    fourth batch only is a usual one. A step of a pipeline drops the gradients from before it: such a loop would train
+    on each fourth batch.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, int]] | None = None
+        self._values: list[tuple[Any, Any]] = []
+        self._is_done = False
+
+    def look(self, parameters: Iterable[Any]) -> None:
+        """Look, when a step begins, at what the one before has left. It warns in the second step, if at all.
+
+        Args:
+            parameters: Those of this rank.
+        """
+        if self._is_done:
+            return
+        learning = [each for each in parameters if each.requires_grad]
+        if self._before is None:
+            self._before = [(each, each._version) for each in learning]
+            smallest = sorted(learning, key=lambda each: int(each.numel()))[:_FEW]
+            self._values = [(each, each.detach().clone()) for each in smallest]
+            return
+        self._is_done = True
+        known, values, self._before, self._values = self._before, self._values, None, []
+        # By their values too: what is written by `.data` has no version.
+        unused = any(each.grad is not None and bool(each.grad.any()) for each, _ in values)
+        if unused and all(each._version == version for each, version in known):
+            unused = all(bool((each.detach() == before).all()) for each, before in values)
+            if unused:
+                _log.warning(
+                    "the first step has left gradients that no optimizer has used, and the second drops them: to add "
+                    "up several batches, call step(…, last=False) for all of them but the last; and make the optimizer "
+                    "of run.groups(): that of a model which was built without weights has none of its parameters"
+                )

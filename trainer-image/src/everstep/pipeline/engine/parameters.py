@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.between_batches import HeldGradients
+from everstep.pipeline.engine.between_batches import HeldGradients, UnusedGradients
 from everstep.pipeline.engine.copies import ParameterCopies
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.reduction import Reduction
@@ -67,7 +67,7 @@ class Parameters:
         _only_once(by_stage)
         self._known = frozenset(map(id, self.own))  # which live as long as this object
         self._learning: list[bool] = []
-        self.held = HeldGradients()
+        self.held, self._unused = HeldGradients(), UnusedGradients()
         self._kept: list[tuple[Callable[[], Any], Mapping[Any, int]]] = []  # what optimizers keep, while they are there
         self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, options.bucket)
         ranks_of = {name: sorted({placement[stage] for stage in owners}) for name, owners in graph.ties}
@@ -159,6 +159,7 @@ class Parameters:
     def forget_gradients(self) -> None:
         """Before a step."""
         self.held.release()
+        self._unused.look(self.own)
         for parameter in self.own:
             parameter.grad = None
         self._find_keepers()

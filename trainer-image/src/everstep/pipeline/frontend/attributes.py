@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import numbers
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,6 +171,11 @@ class FixedAttributes:
             now = vars(module).get(name, _ABSENT)
             if now is not _ABSENT and held_copy(now) != value:
                 raise _make_changed_error(path, name, module, value, now)
+
+
+def select_attributes(values: Mapping[Key, Any], paths: Collection[str]) -> dict[Key, Any]:
+    """Return those of the modules at these paths, and of the modules in them."""
+    return {key: value for key, value in values.items() if any(f"{key[0]}.".startswith(f"{path}.") for path in paths)}
 
 
 def plain_copy(value: Any) -> Any:

@@ -7,7 +7,15 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
-from everstep.pipeline.frontend.refs import Constant, Slice, Template, ValueRef, is_reference
+from everstep.pipeline.frontend.refs import (
+    Constant,
+    Slice,
+    Template,
+    ValueRef,
+    are_plain_leaves_equal,
+    is_reference,
+    list_plain_leaves,
+)
 
 DIFFERS = "it does something else in evaluation than in training"
 
@@ -34,7 +42,9 @@ def are_records_equal(one: ForwardRecord, other: ForwardRecord) -> bool:
         return False
     calls = list(one.root.all_calls())
     items: list[Op | Call] = [*calls, *one.root.ops()]
-    return all(item.other is None for item in items) and all(call.whole != DIFFERS for call in calls)
+    return all(item.other is None for item in items) and all(
+        call.whole != DIFFERS and call.other_outputs is None for call in calls
+    )
 
 
 def do_the_same(one: ForwardRecord, other: ForwardRecord) -> bool:
@@ -47,7 +57,8 @@ def do_the_same(one: ForwardRecord, other: ForwardRecord) -> bool:
 
     def same(call: Call) -> bool:
         if not any(call.calls()) and call.path:
-            return call.inputs is not None and call.outputs is not None and call.other is None
+            is_known = call.inputs is not None and call.outputs is not None
+            return is_known and call.other is None and call.other_outputs is None
         return (
             call.other is None
             and call.whole != DIFFERS
@@ -79,6 +90,8 @@ class _Merge:
             one.other = self.inputs(one.inputs, other.inputs)
         if one.outputs is not None and other.outputs is not None:
             self.outputs(one.outputs, other.outputs)
+            if not are_plain_leaves_equal(list_plain_leaves(one.outputs), list_plain_leaves(other.outputs)):
+                one.other_outputs = other.outputs
 
     def body(self, one: Call, other: Call) -> None:
         if len(one.body) != len(other.body) or bool(one.opaque) != bool(other.opaque):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -69,9 +70,16 @@ def _run_on_random_numbers(
         before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
         args, kwargs = pytree.tree_unflatten(given, spec)
         try:
-            return given, before, module(*args, **kwargs)
+            result = module(*args, **kwargs)
         except Exception as error:
             failed = failed or error
+            continue
+        held, own_spec = pytree.tree_flatten((args, kwargs))
+        if own_spec != spec or not all(map(is_, held, given)):
+            raise Failed(
+                "it changes a list or a dictionary that it is given, which others would not see: let it return it"
+            )
+        return given, before, result
     raise Failed(f"it fails on random numbers ({type(failed).__name__}: {failed})") from failed
 
 
@@ -165,7 +173,9 @@ class _SizeRule:
         """Learn the sizes of what was given that may change, by what they were in the first run and in the other."""
         for leaf, shape in zip(leaves, shapes, strict=True):
             for size, symbolic in zip(leaf.shape, shape, strict=True) if shape is not None else ():
-                if isinstance(size, torch.SymInt) and not isinstance(symbolic, int):
+                # What the number of samples does not change is none of them, though it may be as large in one run.
+                of_samples = self.sizes.batch in symbols_of([symbolic])
+                if isinstance(size, torch.SymInt) and not isinstance(symbolic, int) and not of_samples:
                     other = None if varied is None else int(evaluate_size(symbolic, varied))
                     self._symbols.setdefault((int(evaluate_size(symbolic, hints)), other), size)
 

@@ -67,8 +67,10 @@ class Call:
     stage: int | None = None
     conditions: list[Any] = field(default_factory=list)  # what its own code had to assume of sizes
     other: Template = None  # as in Op
+    other_outputs: Template = None  # `outputs` if the training flag is the other one, where numbers in it differ
     weights: tuple[str, ...] = ()  # of an opaque call
     writes: tuple[str, ...] = ()  # those of them that it changes, by their names in the module
+    changes: frozenset[int] = frozenset()  # the tensors that it is given and changes in place, by their places
     is_lent: bool = False  # whether it ran with parameters of others, as by torch.func.functional_call
 
     @property

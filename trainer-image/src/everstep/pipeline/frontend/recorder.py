@@ -285,7 +285,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         held = [*module.parameters(), *module.buffers()]
         call.weights = tuple(ref.name for ref in (self._refer(each) for each in held) if isinstance(ref, Weight))
         given = [leaf for leaf in pytree.tree_leaves(stand_ins) if isinstance(leaf, torch.Tensor)]
-        call.writes = tuple(written)
+        call.writes, call.changes = tuple(written), frozenset(mutated)
         changed = [each for name, each in module.named_parameters() if name in written]
         buffers = [self._stand_in(each) for each in (*module.buffers(), *changed)]  # any buffer may be written
         call.mutates = frozenset(_get_storage_key(given[index]) for index in mutated) | frozenset(

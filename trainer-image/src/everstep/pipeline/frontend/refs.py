@@ -3,12 +3,17 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
+
+from everstep.pipeline.errors import PipelineError
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +180,65 @@ def compile_binder(found: Template) -> Callable[[Any, Frame], None]:
             frame.values[index] = tensors[place]
 
     return put_all
+
+
+def compile_result_binder(
+    found: Template, plain: Mapping[bool, Mapping[int, Any]], module: nn.Module, name: str
+) -> Callable[[Any, Frame], None]:
+    """A function that does the same with the result of a module that runs as it is.
+
+    Numbers, flags and missing tensors in a result are part of the trace, since code around the module goes by them.
+
+    Args:
+        found: The template of the result.
+        plain: Of each mode of the module, what is no tensor in its result, as `list_plain_leaves` gives it.
+        module: The module.
+        name: The name of the call.
+    """
+    if isinstance(found, ValueRef):
+        return compile_binder(found)
+    leaves = pytree.tree_leaves(found)
+    wanted = [(place, leaf.index) for place, leaf in enumerate(leaves) if isinstance(leaf, ValueRef)]
+    places = [place for place, _ in wanted]
+
+    def put(result: Any, frame: Frame) -> None:
+        given = pytree.tree_leaves(result)
+        if len(given) != len(leaves):
+            raise _make_result_error(name, f"{len(given)} values", str(len(leaves)))
+        _check_result(name, given, places, plain[module.training])
+        for place, index in wanted:
+            frame.values[index] = given[place]
+
+    return put
+
+
+def list_plain_leaves(found: Template) -> dict[int, Any]:
+    """Return the numbers, texts, flags and missing values in a template, by their places."""
+    return {place: leaf for place, leaf in enumerate(pytree.tree_leaves(found)) if isinstance(leaf, _PLAIN)}
+
+
+def are_plain_leaves_equal(one: Mapping[int, Any], other: Mapping[int, Any]) -> bool:
+    """Tell whether two of what `list_plain_leaves` gives are the same."""
+    return one.keys() == other.keys() and all(_are_equal(each, other[place]) for place, each in one.items())
+
+
+def _check_result(name: str, given: Sequence[Any], tensors: Sequence[int], plain: Mapping[int, Any]) -> None:
+    for place in tensors:
+        if not isinstance(given[place], torch.Tensor):
+            raise _make_result_error(name, repr(given[place]), "a tensor")
+    for place, wanted in plain.items():
+        if not _are_equal(given[place], wanted):
+            now = "a tensor" if isinstance(given[place], torch.Tensor) else repr(given[place])
+            raise _make_result_error(name, now, repr(wanted))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def _make_result_error(name: str, now: str, before: str) -> PipelineError:
+    return PipelineError(
+        f"module {name!r} returned {now}, and {before} when pipeline() was called: the code around it was traced with "
+        "that, and would go by it. Numbers, flags and missing tensors that depend on data cannot leave a module: let "
+        "the code that goes by them be in the same module, or return a tensor"
+    )

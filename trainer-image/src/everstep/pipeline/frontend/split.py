@@ -12,6 +12,7 @@ import torch
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
+from everstep.pipeline.frontend.attributes import FixedAttributes, select_attributes
 from everstep.pipeline.frontend.record import Call, Op, iterate_made_values, iterate_parts
 from everstep.pipeline.frontend.recorder import HOOKS
 from everstep.pipeline.frontend.refs import (
@@ -27,11 +28,13 @@ from everstep.pipeline.frontend.refs import (
     Weight,
     compile_binder,
     compile_maker,
+    compile_result_binder,
     iterate_references,
+    list_plain_leaves,
 )
 from everstep.pipeline.frontend.sizes import are_sizes_visible, find_places, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
-from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step
+from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step, call_unseen
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
@@ -329,10 +332,17 @@ class _Cut:
         if item.other is not None:
             templates[not call.training] = item.other
         inputs = {flag: compile_maker(found, bind) for flag, found in templates.items()}
-        put = compile_binder(item.outputs)
         if isinstance(item, Call):
-            return Step(item.name, item.module, item.module, inputs, put, tuple(forget), _make_context(item))
-        func = item.func
+            other = item.outputs if item.other_outputs is None else item.other_outputs
+            plain = {item.training: list_plain_leaves(item.outputs), not item.training: list_plain_leaves(other)}
+            put = compile_result_binder(item.outputs, plain, item.module, item.name)
+            func: Any = item.module
+            if unseen := [each.path for each in item.all_calls() if each.opaque]:
+                func = partial(call_unseen, item.name, func, item.changes if item.opaque else None)
+            if fixed := select_attributes(self.model.attributes, unseen):
+                put = partial(_bind_checked, put, FixedAttributes(self.model.model, fixed))
+            return Step(item.name, func, item.module, inputs, put, tuple(forget), _make_context(item))
+        func, put = item.func, compile_binder(item.outputs)
         if item in drawing:
             func = partial(_bind_random_state, drawing[item], func)
         elif func in HOOKS:
@@ -397,6 +407,11 @@ def _bind_argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
     for key in path:
         found = found[key]
     return found
+
+
+def _bind_checked(put: Callable[[Any, Frame], None], fixed: FixedAttributes, result: Any, frame: Frame) -> None:
+    fixed.check()  # the module may have set them by its data, and code around it has read them in the trace
+    put(result, frame)
 
 
 def _bind_random_state(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:

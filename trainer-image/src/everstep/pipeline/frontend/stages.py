@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -207,3 +208,37 @@ def _get_tensor(where: Any, frame: Frame) -> Any:
             found = found[key]
         return found
     return frame.values[where.index]
+
+
+def call_unseen(name: str, module: nn.Module, changes: Collection[int] | None, *args: Any, **kwargs: Any) -> Any:
+    """Call a module that depends on data, and look whether it hands something on in a way that no trace has seen.
+
+    Args:
+        name: The name of the call.
+        module: The module.
+        changes: The tensors that it is known to change in place, by their places; None if nothing is known of that.
+        args: Those of the call.
+        kwargs: The same.
+
+    Raises:
+        PipelineError: It has changed another tensor, or a list or a dictionary.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    versions = list(map(_get_version, tensors))
+    result = module(*args, **kwargs)
+    held, now = pytree.tree_flatten((args, kwargs))
+    what = "" if now == spec and all(map(is_, held, leaves)) else "a list or a dictionary"
+    for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+        if changes is not None and place not in changes and _get_version(tensor) != version:
+            what = "a tensor"
+    if what:
+        raise PipelineError(
+            f"module {name!r} has changed {what} that it was given, and did not when pipeline() was called: this "
+            "depends on data, and code in other stages would not see it: let it return what it makes"
+        )
+    return result
+
+
+def _get_version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)

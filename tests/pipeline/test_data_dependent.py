@@ -1,0 +1,145 @@
+"""Modules that depend on data run as they are: what leaves them is what code around was traced with, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
+from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+X = {"x": torch.ones(3, 4)}
+
+
+class Net(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Two layers with something between them, which each test says."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.one, self.two, self.between = nn.Linear(4, 4), nn.Linear(4, 4), between
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """A function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda x: bool(x.max() > 9), r"returned True, and False"),
+        (lambda x: 1 + int(x.max() > 9), r"returned 2, and 1"),
+        (lambda x: x if x.max() > 9 else None, r"returned a tensor, and None"),
+        (lambda x: None if x.max() > 9 else x, r"returned None, and a tensor"),
+        (lambda x: [x] * (1 + int(x.max() > 9)), r"returned 3 values, and 2"),
+    ],
+)
+def test_what_is_no_tensor_and_depends_on_data_is_refused_when_it_leaves_a_module(returned: Any, said: str) -> None:
+    class Branch(Net):
+        def forward(self, x: Any) -> Any:
+            x, found = self.between(self.one(x))
+            return self.two(x * (1 + found) if isinstance(found, int) else x)
+
+    model = Branch(Block(lambda x: (x, returned(x))))
+    with torch.no_grad():
+        model.one.weight.fill_(1.0)
+    stages = split_model(trace_model(model, X), {"two": 1})
+    assert torch.equal(run_stages(stages, X), model(**X))
+    with pytest.raises(PipelineError, match=rf"module 'between' {said} when pipeline\(\) was called"):
+        run_stages(stages, {"x": 100 * X["x"]})
+
+
+@pytest.mark.parametrize("box", [[], {}])
+def test_a_module_that_depends_on_data_does_not_hand_values_on_in_a_list_that_it_is_given(box: Any) -> None:
+    def keep(x: Any, found: Any) -> Any:
+        x = x if x.sum() > 0 else -x
+        if isinstance(found, dict):
+            found["aux"] = x.square()
+        else:
+            found.append(x.square())
+        return x
+
+    class Balanced(Net):
+        def forward(self, x: Any) -> Any:
+            found = type(box)()
+            x = self.between(self.one(x), found)
+            return self.two(x), sum(found.values() if isinstance(found, dict) else found)
+
+    with pytest.raises(Untraceable, match=r"between .*it changes a list or a dictionary that it is given"):
+        trace_model(Balanced(Block(keep)), X)
+
+
+def _append(x: Any, found: Any) -> Any:
+    found.append(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(_append, "changed a list or a dictionary"), (lambda x, found: x.clamp_(-9, 9), "changed a tensor")],
+)
+def test_what_a_module_changes_by_its_data_only_is_refused_when_it_does(change: Any, said: str) -> None:
+    def choose(x: Any, found: Any) -> Any:
+        return x * 2 if x.max() < 9 else change(x, found)
+
+    class Residual(Net):
+        def forward(self, x: Any) -> Any:
+            x, found = self.one(x) * 1.0, list[Any]()
+            return self.two(self.between(x, found) + x + sum(found))
+
+    model = Residual(Block(choose))
+    with torch.no_grad():
+        model.one.weight.fill_(1.0)
+    stages = split_model(trace_model(model, X), {"between": 1, "two": 2})
+    assert torch.equal(run_stages(stages, X), model(**X))
+    with pytest.raises(PipelineError, match=f"module 'between' has {said}"):
+        run_stages(stages, {"x": 100 * X["x"]})
+
+
+def test_a_size_of_two_is_not_taken_for_the_samples_of_a_module_that_depends_on_data() -> None:
+    def pairs(x: Any) -> Any:
+        return (x if x.sum() > 0 else -x).view(-1, 2, 2)
+
+    class Mean(Net):
+        def forward(self, x: Any) -> Any:
+            y = self.between(self.one(x))
+            return self.two(y.flatten(1)) + y.sum(1).sum(1, keepdim=True) / y.shape[1]
+
+    model = Mean(Block(pairs))
+    for samples in (2, 5):
+        stages = split_model(trace_model(model, {"x": torch.ones(samples, 4)}), {"two": 1})
+        for inputs in ({"x": torch.randn(2, 4)}, {"x": torch.randn(7, 4)}):
+            assert torch.equal(run_stages(stages, inputs), model(**inputs))
+
+
+def test_a_number_that_a_module_returns_may_be_another_in_evaluation() -> None:
+    class Scaled(Net):
+        def forward(self, x: Any) -> Any:
+            x, scale = self.between(self.one(x))
+            return self.two(x * scale)
+
+    class Scale(nn.Module):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            return (x if x.sum() > 0 else -x), (2 if self.training else 1)
+
+    model = Scaled(Scale())
+    stages = split_model(trace_model(model, X), {"two": 1})
+    assert torch.equal(run_stages(stages, X), model(**X))
+    for each in (model, *(part.module for part in stages)):
+        each.eval()
+    assert torch.equal(run_stages(stages, X), model(**X))
