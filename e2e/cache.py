@@ -1,4 +1,4 @@
-"""Where what is built once is kept for later runs: programs, images, the file systems of nodes."""
+"""The folder in which what is built once is kept for later runs: programs, images, the file systems of nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the API server has rejected of a plan."""
+"""An action of a plan that the API server has rejected."""
 
 from __future__ import annotations
 
