@@ -191,7 +191,8 @@ class Flagging(nn.Module):  # type: ignore[misc]
 
     def __init__(self, value: Any) -> None:
         super().__init__()
-        self.one, self.value, self.found = nn.Linear(4, 4), value, [] if isinstance(value, list) else None
+        self.one, self.value = nn.Linear(4, 4), value
+        self.found: Any = [] if isinstance(value, list) else None
 
     def forward(self, x: Any) -> Any:
         self.found = self.value if float(x.abs().max()) > 50 else type(self.found)() if self.found is not None else None

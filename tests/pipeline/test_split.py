@@ -260,3 +260,39 @@ def test_a_model_that_changes_its_way_in_evaluation_refuses_to_evaluate() -> Non
         stage.module.eval()
     with pytest.raises(PipelineError, match="evaluation"):
         chained(stages, batch)
+
+
+class Biased(nn.Module):  # type: ignore[misc]
+    """Makes a table by the size of its input alone, or adds the one that it is given, and hands it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any, table: Any = None) -> tuple[Any, Any]:
+        x = self.one(x)
+        if table is None:
+            table = torch.zeros(1, x.shape[1], 4)
+        return self.two(x + table), table
+
+
+class Handed(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Biased() for _ in range(3)])
+
+    def forward(self, x: Any) -> Any:
+        table = None
+        for block in self.blocks:
+            x, table = block(x, table)
+        return x
+
+
+def test_a_table_that_blocks_hand_on_is_made_by_each_stage_before_it_is_used() -> None:
+    """As the biases of positions in encoder-decoder models: a block that returns one needs it first."""
+    model, x = Handed(), torch.randn(2, 3, 4)
+    found = trace_model(model, {"x": x})
+    names = [node.name for node in found.graph.nodes]
+    for place in range(1, len(names)):
+        stages = split_model(found, {name: int(number >= place) for number, name in enumerate(names)})
+        assert torch.equal(chained(stages, Batch({"x": x}, None)), model(x)), names[place]

@@ -111,7 +111,7 @@ class _Cut:
         inputs |= {names[value]: value for value in sorted(self.given)}
         used = {value for unit in self.units.all if unit not in self.mine for value in unit.reads}
         outputs = {names[value]: value for value in sorted(self.made & used)}
-        keep = set(outputs.values()) | {ref.index for ref in iterate_references(result) if isinstance(ref, ValueRef)}
+        keep = set(outputs.values()) | _list_values(result)
         steps = [
             self._make_step(item, module, bind, forget, drawing) for item, forget in self._list_forgotten(items, keep)
         ]
@@ -182,7 +182,7 @@ class _Cut:
         in one process."""
         if not has_output:
             return set()
-        given = {ref.index for ref in iterate_references(self.record.root.outputs) if isinstance(ref, ValueRef)}
+        given = _list_values(self.record.root.outputs)
         return {name for name, value in inputs.items() if value in given}
 
     def _number_repeats(self, items: Iterable[Item]) -> dict[str, tuple[int, ...]]:
@@ -248,7 +248,7 @@ class _Cut:
             return False
         if any(unit not in self.mine for unit in self.units.entangled.get(call, ())):
             return False
-        given = {ref.index for ref in iterate_references(call.inputs) if isinstance(ref, ValueRef)}
+        given = _list_values(call.inputs)
         here = self.made | self.given | self.units.free.keys()
         arguments = {ref.name for ref in iterate_references(call.inputs) if isinstance(ref, Argument)}
         return given <= here and arguments <= {name for unit in self.own for name in unit.arguments}
@@ -273,13 +273,10 @@ class _Cut:
         waiting: list[Template] = [item.inputs for item in items]
         if any(unit.name == OUTPUT for unit in self.own):
             waiting.append(self.record.root.outputs)
-        given_by_calls = {
-            ref.index
-            for item in items
-            if isinstance(item, Call)
-            for ref in iterate_references(item.outputs)
-            if isinstance(ref, ValueRef)
-        }
+        given_by_calls: set[int] = set()
+        for item in items:
+            if isinstance(item, Call):  # one that only passes on what it is given needs it beforehand
+                given_by_calls |= _list_values(item.outputs) - _list_values(item.inputs)
         while waiting:
             for ref in iterate_references(waiting.pop()):
                 if isinstance(ref, ValueRef) and ref.index in self.units.free and ref.index not in given_by_calls:
@@ -400,6 +397,10 @@ class _Cut:
             if index not in keep:
                 done[item].append(index)
         return [(item, done[item]) for item in items]
+
+
+def _list_values(template: Template) -> set[int]:
+    return {ref.index for ref in iterate_references(template) if isinstance(ref, ValueRef)}
 
 
 def _bind_argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
