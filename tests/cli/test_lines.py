@@ -72,6 +72,13 @@ def test_a_job_of_one_rank_is_not_tagged_and_rank_0_is_all_of_it() -> None:
     assert rank_filter({"spec": {}}, 5) == 5, "it may have as many GPUs"
 
 
+@pytest.mark.parametrize(("gpus", "wanted"), [("8", 0), (8, 0), ("1", None)])
+def test_rank_0_of_a_pod_with_several_gpus_is_one_of_its_ranks(gpus: str | int, wanted: int | None) -> None:
+    """Without numProcPerNode, each of its GPUs has a rank."""
+    job = {"spec": {"resources": {"limits": {"cpu": "4", "nvidia.com/gpu": gpus}}}}
+    assert rank_filter(job, 0) == wanted
+
+
 def test_a_rank_that_a_job_does_not_have_is_no_silence() -> None:
     job = {"metadata": {"name": "digits"}, "spec": {"numNodes": 2, "numProcPerNode": 2}}
     assert rank_filter(job, 3) == 3

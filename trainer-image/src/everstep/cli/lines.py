@@ -71,7 +71,10 @@ def rank_filter(job: dict[str, Any], rank: int | None) -> int | None:
     if rank is not None and each is not None and rank >= nodes * each:
         name = job.get("metadata", {}).get("name", "the job")
         raise CliError(f"{name} has no rank {rank}: its ranks are 0 to {nodes * each - 1}")
-    return None if nodes == 1 and each in (None, 1) and rank == 0 else rank
+    limits = spec.get("resources", {}).get("limits", {})
+    has_gpus = any(resource.endswith("gpu") and str(amount) not in ("0", "1") for resource, amount in limits.items())
+    is_single = nodes == 1 and (each == 1 or (each is None and not has_gpus))
+    return None if is_single and rank == 0 else rank
 
 
 def merge_lines(pods: Iterable[Iterable[LogLine]]) -> Iterator[LogLine]:
