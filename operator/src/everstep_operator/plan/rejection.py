@@ -20,6 +20,8 @@ class Rejection:
     @property
     def told(self) -> str:
         """Return the message with the object that was rejected, which an admission webhook does not name."""
+        if self.kind == "Conflict":
+            return self.message  # the operator's own, which names it
         match self.action:
             case EnsureService(name):
                 return f"Service {name}: {self.message}"

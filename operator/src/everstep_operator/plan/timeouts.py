@@ -150,7 +150,7 @@ def describe_capacity_wait(s: PlanContext) -> tuple[str, float | None]:
     template = frozen.find_pod(oldest.index) if frozen is not None else {}
     name = template.get("spec", {}).get("schedulerName")
     silence = f"no scheduler has said anything of {oldest.name} for {SCHEDULER_SILENCE_SECONDS:.0f} s"
-    return f"{silence}: see whether {name or 'default-scheduler'}, which is to place it, runs", None
+    return f"{silence}: see whether {name or 'default-scheduler'}, which is to place it, runs or is behind", None
 
 
 def _describe_unschedulable(s: PlanContext) -> str:
