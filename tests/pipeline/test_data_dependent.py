@@ -14,29 +14,9 @@ from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
 from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
+from tests.pipeline.small_nets import Block, Net, X  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-X = {"x": torch.ones(3, 4)}
-
-
-class Net(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
-    """Two layers with something between them, which each test says."""
-
-    def __init__(self, between: Any) -> None:
-        super().__init__()
-        self.one, self.two, self.between = nn.Linear(4, 4), nn.Linear(4, 4), between
-
-
-class Block(nn.Module):  # type: ignore[misc]
-    """A function as a module."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 @pytest.mark.parametrize(
