@@ -37,6 +37,20 @@ def test_what_slows_both_arms_of_a_round_widens_no_interval() -> None:
     assert (low, high) == pytest.approx((1.01, 1.01))
 
 
+def test_the_ratio_of_paired_rounds_is_the_median_of_their_ratios() -> None:
+    floor = [1.0, 3.0, 2.0, 9.0, 4.0]
+    row = Interval("x", "s", 1.02, {"ours": [1.0, 3.3, 2.02, 9.09, 4.04], "floor": floor})
+    assert row.ratio == pytest.approx(1.01)  # that of the medians is 1.1
+    assert row.interval() == pytest.approx((1.0, 1.1))
+
+
+def test_arms_that_were_not_measured_in_the_same_rounds_are_compared_by_their_medians() -> None:
+    row = Interval("x", "s", 2.0, {"ours": [3.0, 3.0, 3.0], "floor": [1.0, 2.0, 2.0, 9.0]})
+    low, high = row.interval()
+    assert row.ratio == 1.5
+    assert low < 1.5 < high
+
+
 def test_an_absolute_row_has_no_floor() -> None:
     row = Row("x", "MiB", 250, {"ours": [200.0]}, absolute=True)
     assert row.floor is None
