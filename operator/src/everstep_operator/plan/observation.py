@@ -266,7 +266,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
     current: Mapping[str, Any] = over or state.get("running") or {}
     owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
     job = str(owner.get("name") or "")
-    fixed_epoch = _parse_fixed_epoch(spec)
+    token_secret = find_token_secret(spec)
+    fixed_epoch = _parse_fixed_epoch(spec) if token_secret else -1
     kept_by = (meta.get("finalizers") or ()) if meta.get("deletionTimestamp") else ()
     return PodView(
         index=_parse_index(str(meta.get("name") or ""), job, labels),
@@ -292,7 +293,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         waiting_message=clip_text(waiting.get("message")),
         container_wait=clip_text(find_container_wait(status, TRAINER_CONTAINER)),
         disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
-        token_secret=find_token_secret(spec),
+        token_secret=token_secret,
         avoids=list_excluded_nodes(spec) if scheduled_at is None else frozenset(),
         listed=LABEL_JOB in labels,
         finalizers=clip_text(", ".join(map(str, kept_by))),
@@ -313,9 +314,7 @@ def _parse_template_epoch(spec: Mapping[str, Any], job: str, labels: Mapping[str
 
 def _parse_fixed_epoch(spec: Mapping[str, Any]) -> int:
     """Return the epoch that an agent is told by its command, or by a value of its environment as with older templates;
-    -1 where it is not (still older ones refer to the label), or where there is no agent."""
-    if not find_token_secret(spec):
-        return -1
+    -1 where it is not: still older ones refer to the label."""
     containers = spec.get("containers") or ()
     trainer: Mapping[str, Any] = next((c for c in containers if c.get("name") == TRAINER_CONTAINER), {})
     words = [str(word) for word in trainer.get("command") or ()]

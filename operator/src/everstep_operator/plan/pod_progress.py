@@ -6,9 +6,16 @@ number in the status. It is looked at too, but many such changes together.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
+from operator import attrgetter
 
 from everstep_operator.plan.observation import PodView
+
+# What changes while a pod starts. The rest is compared field by field: this is asked for each event of each pod.
+_START_FIELDS = {
+    "phase", "node", "ip", "scheduled_at", "started_at", "waiting_reason", "waiting_message", "avoids", "unschedulable"
+}  # fmt: skip
+_get_rest = attrgetter(*(field.name for field in fields(PodView) if field.name not in _START_FIELDS))
 
 
 def is_bound(pod: PodView) -> bool:
@@ -32,33 +39,15 @@ def is_one_step(old: PodView | None, new: PodView | None, unbound: int, unstarte
     """
     if new is None or new.index == 0 or not unstarted or new.container_wait:
         return False
+    if new.unschedulable:
+        return False
     if old is None:
-        return new == replace(
-            new,
-            phase="Pending",
-            node=None,
-            scheduled_at=None,
-            started_at=None,
-            ended=None,
-            deleting_since=None,
-            disruption=None,
-            unschedulable="",
-        )
+        later = (new.node, new.scheduled_at, new.started_at, new.ended, new.deleting_since, new.disruption)
+        return new.phase == "Pending" and all(each is None for each in later)
     if is_bound(new) and not is_bound(old) and not unbound:
         return False  # the last one
     if old.node not in (None, new.node) or (is_bound(old) and not is_bound(new)):
         return False
     if is_started(old) and not is_started(new):
         return False
-    return new == replace(
-        old,
-        phase=new.phase if new.phase in ("Pending", "Running") else old.phase,
-        node=new.node,
-        ip=new.ip,
-        scheduled_at=new.scheduled_at,
-        started_at=new.started_at,
-        waiting_reason=new.waiting_reason,
-        waiting_message=new.waiting_message,
-        avoids=new.avoids,
-        unschedulable="",
-    )
+    return new.phase in ("Pending", "Running", old.phase) and _get_rest(new) == _get_rest(old)
