@@ -77,6 +77,8 @@ print('user', getpass.getuser(), os.getuid(), flush=True)
 
 LOOK = """
 import importlib.util, pathlib, shutil
+from everstep_operator import __main__
+__main__.leave_out_synchronous_client()
 import everstep.agent, everstep_operator.app, kopf, kubernetes.aio.client
 assert pathlib.Path(everstep.agent.__file__).with_name('config.py').exists(), 'the agent is packed from its sources'
 print([name for name in ('sh', 'bash', 'dpkg', 'apt-get', 'pip', 'perl') if shutil.which(name)])

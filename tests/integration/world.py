@@ -59,7 +59,7 @@ class OperatorProcess:
             "agent-port": str(self.agent_port),
             **self.flags,
         }
-        command = [sys.executable, "-m", "everstep_operator.app", *(f"--{name}={v}" for name, v in flags.items())]
+        command = [sys.executable, "-m", "everstep_operator", *(f"--{name}={v}" for name, v in flags.items())]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
         self.starts += 1
