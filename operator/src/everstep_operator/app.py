@@ -1,4 +1,4 @@
-"""The process: settings, the Lease, and the parts put together. Nothing imports this module.
+"""The process: settings, the Lease, and the parts put together. Nothing but the command imports this module.
 
 Order of a start: the Lease (nobody acts before holding it), the operator key, one complete list into the cache, then
 the workers and the watch. A start with 5,000 pods is that one list.
@@ -396,7 +396,3 @@ def main(arguments: list[str] | None = None) -> None:
     except* operator_key.KeyUnavailable as group:
         log.error("no operator key", error=str(group.exceptions[0]))
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
