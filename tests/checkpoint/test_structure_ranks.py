@@ -236,6 +236,30 @@ def test_what_rank_0_alone_keeps_is_saved_after_restarts_that_bring_it_to_all_ra
     assert "'by_all': tensor([6., 6.])" in first[2][1]
 
 
+def removes_what_others_received(rank: int, folder: Path) -> list[str]:
+    found = []
+    for step in (1, 2, 3):
+        state: dict[str, Any] = {"n": 0, "seen": {}}
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            state["n"] = step
+            if not rank and step == 1:
+                state |= {"best": 1.5, "a": torch.ones(2)}
+                state["seen"]["x"] = 1
+            if not rank and step == 2:
+                del state["best"], state["a"], state["seen"]["x"]
+            ckpt.save(step)
+            ckpt.wait()
+        found.append(repr(everstep.load(folder / "store")["state"]))
+    return found
+
+
+def test_what_rank_0_removes_is_gone_though_others_received_it(folder: Path) -> None:
+    first, second = ranks.run(2, removes_what_others_received, folder)
+    assert first == second
+    assert first[1:] == ["{'n': 2, 'seen': {}}", "{'n': 3, 'seen': {}}"]
+
+
 def plan_ordinary(rank: int) -> list[str]:
     found = [
         why_not_planned(trained(how, is_sharing)) for how in ("sharded", "replicated") for is_sharing in (False, True)

@@ -87,6 +87,7 @@ class ReceivedLeaves:
             values={name: each for name, each in flat.values.items() if name not in gone} | again,
             bulk={name: each for name, each in flat.bulk.items() if name not in gone},
             classes={name: each for name, each in flat.classes.items() if name not in gone},
+            left_out=frozenset(gone),
         )
 
     def _flatten(self) -> Flat:
