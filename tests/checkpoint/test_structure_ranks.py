@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -191,6 +192,72 @@ def test_what_one_rank_alone_keeps_is_saved_at_each_save_where_others_have_nothi
     kept = {"losses": [1.5, 1.0, 1.0], "best": 0.25, "by_epoch": {2: 1.0}, "seen": {"a": 2}, "n": 3}
     assert ranks.run(2, keeps_more_and_more, folder) == [kept, kept]
     assert steps_in(folder) == [1, 2, 3]
+
+
+def keeps_over_restarts(rank: int, folder: Path) -> list[tuple[int, Any]]:
+    """Rank 0 alone keeps a history; the others find in their state what was restored, and leave it there."""
+    found = []
+    for _ in range(3):
+        log: dict[str, Any] = {
+            "losses": [],
+            "grids": [],
+            "best": None,
+            "by_epoch": {},
+            "tensor": None,
+            "deep": {"at": {}},
+        }
+        loop = Stateful({"seen": [], "steps": 0})
+        state: dict[str, Any] = {"n": 0, "everywhere": torch.zeros(2), "log": log}
+        with session(folder, every="1h") as ckpt:
+            start = ckpt.restore(state=state, loop=loop).step
+            for step in (start + 1, start + 2):
+                state["n"] = step
+                state["everywhere"] += 1
+                state.setdefault("by_all", torch.zeros(2)).add_(1)
+                loop.state["steps"] += 1
+                if not rank:
+                    log["losses"].append(step)
+                    log["grids"].append(torch.full((2,), float(step)))
+                    log |= {"best": 1 / step, "tensor": torch.full((3,), float(step)), "array": np.full(500, step)}
+                    log["by_epoch"][step] = log["deep"]["at"][f"{step}"] = step
+                    loop.state["seen"].append(step)
+                ckpt.save(step)
+                ckpt.wait()
+        loaded = everstep.load(folder / "store")
+        found.append((start, repr((loaded["state"], loaded["loop"]) if rank else (state, loop.state))))
+    return found
+
+
+def test_what_rank_0_alone_keeps_is_saved_after_restarts_that_bring_it_to_all_ranks(folder: Path) -> None:
+    first, second = ranks.run(2, keeps_over_restarts, folder)
+    assert [start for start, _ in first] == [0, 2, 4]
+    assert first == second
+    assert "'losses': [1, 2, 3, 4, 5, 6]" in first[2][1]
+    assert "'by_all': tensor([6., 6.])" in first[2][1]
+
+
+def removes_what_others_received(rank: int, folder: Path) -> list[str]:
+    found = []
+    for step in (1, 2, 3):
+        state: dict[str, Any] = {"n": 0, "seen": {}}
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            state["n"] = step
+            if not rank and step == 1:
+                state |= {"best": 1.5, "a": torch.ones(2)}
+                state["seen"]["x"] = 1
+            if not rank and step == 2:
+                del state["best"], state["a"], state["seen"]["x"]
+            ckpt.save(step)
+            ckpt.wait()
+        found.append(repr(everstep.load(folder / "store")["state"]))
+    return found
+
+
+def test_what_rank_0_removes_is_gone_though_others_received_it(folder: Path) -> None:
+    first, second = ranks.run(2, removes_what_others_received, folder)
+    assert first == second
+    assert first[1:] == ["{'n': 2, 'seen': {}}", "{'n': 3, 'seen': {}}"]
 
 
 def plan_ordinary(rank: int) -> list[str]:

@@ -196,9 +196,19 @@ class Events:
             raise ValueError(f"no such event: {name!r}; there are {', '.join(EVENTS)}")
         self._callbacks[name].append(callback)
 
-    def tell_empty(self) -> None:
-        """Tell the status of an everstep job that training begins without a checkpoint."""
-        if self._report is not None:
+    def tell_restored(self, key: Key | None, fell_back: Mapping[str, str], figures: Mapping[str, Any]) -> None:
+        """Tell where training goes on from, with the newer checkpoints that were bad.
+
+        Args:
+            key: The checkpoint; None where training begins without one, which the status of an everstep job tells.
+            fell_back: Reasons, by the keys of those that were bad.
+            figures: Of the restore.
+        """
+        for bad, why in fell_back.items():
+            self.emit(CheckpointEvent("fell_back", Key.parse(bad), why))
+        if key is not None:
+            self.emit(CheckpointEvent("restored", key, "", figures))
+        elif self._report is not None:
             self._report.tell_empty()
 
     def begin_training(self) -> None:

@@ -27,6 +27,7 @@ from everstep.checkpoint.slots.slot_files import check_is_own, explain_removed
 from everstep.checkpoint.slots.slots import PartRecord, Slot, Slots
 from everstep.checkpoint.state.flat import Flat, flatten_objects, of_optimizers, predict_optimizer_tensors
 from everstep.checkpoint.state.kinds import unwrap_marked
+from everstep.checkpoint.state.received import ReceivedLeaves
 from everstep.checkpoint.state.staging import Staging
 from everstep.checkpoint.state.steps import STEPS, has_hooked_steps
 from everstep.checkpoint.writer import control
@@ -248,6 +249,7 @@ class Saver:
         self._copying: tuple[Slot, PartRecord] | None = None
         self._begun: tuple[Slot, Flat] | None = None
         self.note: Callable[[int], Mapping[str, Any]] = lambda step: {}  # a user's metadata for a step
+        self.received = ReceivedLeaves({}, group)
 
     @property
     def bytes(self) -> int:
@@ -389,10 +391,12 @@ class Saver:
         return self._flat(step)
 
     def _flat(self, step: int | None) -> Flat:
-        return flatten_objects(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
+        flat = flatten_objects(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
+        return self.received.leave_out(flat)
 
     def _after_a_step(self) -> Flat:
-        return _after_a_step(self._objects, self._topology.rank, self._how)
+        flat = _after_a_step(self._objects, self._topology.rank, self._how)
+        return self.received.leave_out(flat)
 
     def _make_plan(self, state: Callable[[], Flat], *, step: int | None) -> Flat:
         """`step`: that is saved by it at once; None for a plan alone, for which replicas are not compared."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from everstep.checkpoint.catalog.selection import Rename
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.events import Callback, CheckpointEvent, Events, Metrics
+from everstep.checkpoint.events import Callback, Events, Metrics
 from everstep.checkpoint.format.keys import Attempt, Key, check_deadline, check_step
 from everstep.checkpoint.format.user_metadata import pack_metadata
 from everstep.checkpoint.peers.discovery import serve_reads
@@ -45,6 +45,7 @@ from everstep.checkpoint.session.source_ranks import check_source_ranks
 from everstep.checkpoint.state.casting import Cast, Casts
 from everstep.checkpoint.state.inference_mode import making_normal_tensors
 from everstep.checkpoint.state.loader_samplers import warn_of_random_samplers
+from everstep.checkpoint.state.received import ReceivedLeaves
 from everstep.checkpoint.state.rng import GENERATORS, add_generators
 from everstep.coordination.arrivals import Arrivals
 from everstep.coordination.consensus import Consensus
@@ -125,6 +126,7 @@ class Checkpointer:
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
+        self._received = ReceivedLeaves({}, self._group)
         self._request_file = RequestFile.from_environment()
         self._wish: SaveRequest | None = None  # a save that is asked for before there is a coordinator
         rank, timeout = self._topology.rank, asked.times.timeout
@@ -168,6 +170,7 @@ class Checkpointer:
 
         def check() -> RestoreOptions:
             check_values(everything, self._topology, self._how)
+            self._received = ReceivedLeaves(everything, self._group, self._how.allow_pickle)
             return RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle, frozenset({GENERATORS}))
 
         with self._arrivals.naming_absent("restore()"):
@@ -188,16 +191,12 @@ class Checkpointer:
                 options=options,
             )
             restored = restorer.restore()
+        self._received.find()
         self._has_restored = True
         self._seen = claiming.LastSeen(restorer.newest_seen, restored.key)
-        for key, why in restored.fell_back.items():
-            self._metrics.fell_back += 1
-            self._events.emit(CheckpointEvent("fell_back", Key.parse(key), why))
-        if restored.key is not None:
-            figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
-            self._events.emit(CheckpointEvent("restored", restored.key, "", figures))
-        else:
-            self._events.tell_empty()
+        self._metrics.fell_back += len(restored.fell_back)
+        figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
+        self._events.tell_restored(restored.key, restored.fell_back, figures)
         self._set_objects(everything, restored.step)
         return restored
 
@@ -415,7 +414,7 @@ class Checkpointer:
     def _saver(self, node: WriterConnection) -> Saver:
         assert self._objects is not None
         saver = Saver(self._objects, self._topology, self._group, node, self._how)
-        saver.note = self._note
+        saver.note, saver.received = self._note, self._received
         try:
             self._group.run_on_all_ranks(saver.prepare)
         except BaseException:

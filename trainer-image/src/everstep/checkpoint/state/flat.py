@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Flat:
 
     `elsewhere`: names of tensors that another rank's are saved for: see FromRank, and DDP's buffers.
     `classes`: of tensors of nested values and objects, by their names: those that the checkpoint does not record.
+    `left_out`: names of what this rank holds and another one saves: see ReceivedLeaves.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -56,6 +57,7 @@ class Flat:
     bulk: dict[str, Any] = field(default_factory=dict)  # arrays and bytes whose bytes are tensors here, as they are
     elsewhere: frozenset[str] = frozenset()
     classes: Mapping[str, str] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
     def fitted(
         self, planned: Mapping[str, tuple[Any, ...]], bulk: Collection[str], sign: Callable[[Any], Mapping[str, Any]]
@@ -84,7 +86,7 @@ class Flat:
             tensors[name] = torch.zeros(shape, dtype=dtype, device="cpu")
         values = {**self.values, **{name: pack_value(self.bulk[name], name) for name in others}}
         kept = {name: each for name, each in self.bulk.items() if name not in others}
-        return Flat(tensors, values, kept, self.elsewhere, self.classes)
+        return replace(self, tensors=tensors, values=values, bulk=kept)
 
 
 def flatten_objects(
