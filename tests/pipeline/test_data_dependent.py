@@ -27,6 +27,11 @@ pytestmark = pytest.mark.torch
         (lambda x: x if x.max() > 9 else None, r"returned a tensor, and None"),
         (lambda x: None if x.max() > 9 else x, r"returned None, and a tensor"),
         (lambda x: [x] * (1 + int(x.max() > 9)), r"returned 3 values, and 2"),
+        (lambda x: {"b" if x.max() > 9 else "a": x}, r"returned \(…, {'b': …}\), and \(…, {'a': …}\)"),
+        (
+            lambda x: {"b": x, "a": x} if x.max() > 9 else {"a": x, "b": x},
+            r"returned \(…, {'b': …, 'a': …}\), and \(…, {'a': …, 'b': …}\)",
+        ),
     ],
 )
 def test_what_is_no_tensor_and_depends_on_data_is_refused_when_it_leaves_a_module(returned: Any, said: str) -> None:
@@ -41,6 +46,18 @@ def test_what_is_no_tensor_and_depends_on_data_is_refused_when_it_leaves_a_modul
     stages = split_model(trace_model(model, X), {"two": 1})
     assert torch.equal(run_stages(stages, X), model(**X))
     with pytest.raises(PipelineError, match=rf"module 'between' {said} when pipeline\(\) was called"):
+        run_stages(stages, {"x": 100 * X["x"]})
+
+
+def test_a_module_that_returns_no_tensor_for_some_data_is_refused_when_it_does() -> None:
+    model = Net(Block(lambda x: None if x.max() > 9 else x))
+    with torch.no_grad():
+        model.one.weight.fill_(1.0)
+    stages = split_model(trace_model(model, X), {"two": 1})
+    assert torch.equal(run_stages(stages, X), model(**X))
+    with pytest.raises(
+        PipelineError, match=r"module 'between' returned None, and a tensor when pipeline\(\) was called"
+    ):
         run_stages(stages, {"x": 100 * X["x"]})
 
 

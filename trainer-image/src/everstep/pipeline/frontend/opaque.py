@@ -55,6 +55,7 @@ def infer_outputs(
                     rule.varied = list(map(_get_shape, third))
                     break
         rule.learn(leaves, shapes, hints[0], None if rule.varied is None else varied)
+        rule.others = list(_list_other_shapes(own, leaves, spec, shapes, hints[0], one_spec))
     result = [_generalise(place, a, b, rule, fake, device) for place, (a, b) in enumerate(zip(one, other, strict=True))]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written
@@ -66,21 +67,45 @@ def _run_on_random_numbers(
     """Return what the module was given, the versions of that before it ran, and its result."""
     failed: Exception | None = None
     for whole in list_whole_numbers([evaluate_size(size, hints) for size in shape or ()] for shape in shapes):
-        given = [_make_random_leaf(leaf, shape, hints, whole) for leaf, shape in zip(leaves, shapes, strict=True)]
-        before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
-        args, kwargs = pytree.tree_unflatten(given, spec)
         try:
-            result = module(*args, **kwargs)
+            return _run_with(module, leaves, spec, shapes, hints, whole)
+        except Failed:
+            raise
         except Exception as error:
             failed = failed or error
-            continue
-        held, own_spec = pytree.tree_flatten((args, kwargs))
-        if own_spec != spec or not all(map(is_, held, given)):
-            raise Failed(
-                "it changes a list or a dictionary that it is given, which others would not see: let it return it"
-            )
-        return given, before, result
     raise Failed(f"it fails on random numbers ({type(failed).__name__}: {failed})") from failed
+
+
+def _run_with(
+    module: nn.Module, leaves: list[Any], spec: Any, shapes: list[Any], hints: dict[Any, int], whole: int
+) -> tuple[list[Any], list[int], Any]:
+    given = [_make_random_leaf(leaf, shape, hints, whole) for leaf, shape in zip(leaves, shapes, strict=True)]
+    before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
+    args, kwargs = pytree.tree_unflatten(given, spec)
+    result = module(*args, **kwargs)
+    held, own_spec = pytree.tree_flatten((args, kwargs))
+    if own_spec != spec or not all(map(is_, held, given)):
+        raise Failed("it changes a list or a dictionary that it is given, which others would not see: let it return it")
+    return given, before, result
+
+
+def _list_other_shapes(
+    module: nn.Module, leaves: list[Any], spec: Any, shapes: list[Any], hints: dict[Any, int], structure: Any
+) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of the result where whole numbers and masks are others, as the lengths of texts."""
+    counted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not _has_fractions(leaf)]
+    tried = list_whole_numbers([evaluate_size(size, hints) for size in shape or ()] for shape in shapes)
+    # On a processor alone: elsewhere an index that is too large ends all that the process does there.
+    if counted and all(leaf.device.type == "cpu" for leaf in counted):
+        for whole in dict.fromkeys((0, max(tried), 1)):
+            with contextlib.suppress(Exception):
+                found, own = pytree.tree_flatten(_run_with(module, leaves, spec, shapes, hints, whole)[2])
+                if own == structure:
+                    yield list(map(_get_shape, found))
+
+
+def _has_fractions(leaf: Any) -> bool:
+    return bool(leaf.dtype.is_floating_point or leaf.dtype.is_complex)
 
 
 def list_whole_numbers(shapes: Iterable[Sequence[int]]) -> list[int]:
@@ -131,7 +156,7 @@ def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int], whole: int) 
     if not isinstance(leaf, torch.Tensor):
         return leaf
     concrete = [evaluate_size(size, hints) for size in shape]
-    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+    if _has_fractions(leaf):
         made = torch.randn(concrete, dtype=leaf.dtype, device=leaf.device)
         # Not a leaf, as no value is: the module may change it in place.
         return made.requires_grad_().clone() if leaf.requires_grad else made
@@ -140,31 +165,35 @@ def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int], whole: int) 
 
 def _vary_sizes(shapes: Iterable[Any], hints: Mapping[Any, int], sizes: Sizes) -> Iterator[dict[Any, int]]:
     """Other values of the symbols, no two of which become the same number: about half of what they are, which no table
-    is too short for, or more."""
+    is too short for, or more. Of all symbols, or, where a module does not take that, of all but one, or of one."""
     symbols = sorted(symbols_of(size for shape in shapes for size in shape or ()) - {sizes.batch}, key=str)
-    for is_half in (True, False) if symbols else ():
-        taken, varied = set(hints.values()), dict(hints)
-        for symbol in symbols:
-            size, step = (hints[symbol] // 2, -1) if is_half and hints[symbol] > 1 else (hints[symbol] * 2, 1)
-            while size in taken and size > 1:
-                size += step
-            varied[symbol] = size
-            taken.add(size)
-        yield {symbol: evaluate_size(sizes.simplify(symbol), varied) for symbol in hints}
+    choices = [symbols, *([each for each in symbols if each != one] for one in symbols), *([one] for one in symbols)]
+    for chosen in {tuple(each): each for each in choices if each}.values():
+        for is_half in (True, False):
+            taken, varied = set(hints.values()), dict(hints)
+            for symbol in chosen:
+                size, step = (hints[symbol] // 2, -1) if is_half and hints[symbol] > 1 else (hints[symbol] * 2, 1)
+                while size in taken and size > 1:
+                    size += step
+                varied[symbol] = size
+                taken.add(size)
+            yield {symbol: evaluate_size(sizes.simplify(symbol), varied) for symbol in hints}
 
 
 @dataclass
 class _SizeRule:
-    """A rule for the sizes of the result: each is a number, or a size that was given and may change. A run in which all
-    of these were others tells them apart.
+    """A rule for the sizes of the result: each is a number, or a size that was given and may change, or one that only
+    the module knows. A run in which all sizes that were given were others tells them apart.
 
     Attributes:
         sizes: The symbols of the trace.
         varied: The shapes of the result in that run; None if there was none.
+        others: Those in runs with other whole numbers.
     """
 
     sizes: Sizes
     varied: list[tuple[int, ...]] | None = None
+    others: list[list[tuple[int, ...]]] = field(default_factory=list)
     _symbols: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
     def learn(
@@ -186,6 +215,12 @@ class _SizeRule:
         rest = small - _SAMPLES[0] * per_sample
         other = None if self.varied is None else self.varied[place][dim]
         if not per_sample:
+            found = {small, *(shapes[place][dim] for shapes in self.others if len(shapes[place]) > dim)}
+            if len(found) > 1 and self.sizes.guesses:
+                # No size that was given is as large, or what depends on it would be taken for what depends on that.
+                return self.sizes.made_symbol(max(max(found) - 1, 2), is_guessed=True)
+            if other not in (None, small) and (small, other) not in self._symbols:
+                return self.sizes.made_symbol(small)
             return self._name(small, other)
         if other is not None and (other - rest) % _SAMPLES[0] == 0:
             per_sample = self._name(per_sample, (other - rest) // _SAMPLES[0])

@@ -18,6 +18,18 @@ class Untraceable(PipelineError):
     """The model cannot be looked into; the message says where and why."""
 
 
+FIXES_SAMPLES = "its code fixes the number of samples, by a loop over them, len() or int(): write x.shape[0] for len(x)"
+
+
+class SizesFixed(BaseException):
+    """A module's own code has fixed the number of samples, or a size before it turned out to be opaque, which then is
+    none of the code around it: it must be opaque from the beginning."""
+
+    def __init__(self, path: str, reason: str = FIXES_SAMPLES) -> None:
+        super().__init__(path)
+        self.path, self.reason = path, reason
+
+
 @dataclass(eq=False)
 class Op:
     """One call of a function of torch, or of a custom autograd function.
@@ -147,3 +159,8 @@ class ForwardRecord:
     symbols: dict[Any, SizePlace] = field(default_factory=dict)  # where each size of the arguments is
     reads: dict[Key, AttributeRead] = field(default_factory=dict)  # attributes of modules
     left: set[Key] = field(default_factory=set)  # attributes that hold something else afterwards
+
+    def iterate_conditions(self) -> Iterator[Any]:
+        """All that the code of modules had to assume of sizes."""
+        for call in self.root.all_calls():
+            yield from call.conditions

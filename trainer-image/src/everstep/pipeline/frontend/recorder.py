@@ -24,7 +24,7 @@ from everstep.pipeline.frontend.attributes import AttributeReads
 from everstep.pipeline.frontend.own_state import explain_hooks, explain_own_state
 from everstep.pipeline.frontend.patches import listen_to_model
 from everstep.pipeline.frontend.placement import built_in, get_current_stage
-from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, TensorInfo, Untraceable
+from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, SizesFixed, TensorInfo, Untraceable
 from everstep.pipeline.frontend.refs import (
     Argument,
     Constant,
@@ -66,14 +66,6 @@ _STATISTICS = {nn.functional.batch_norm, torch.batch_norm, nn.functional.instanc
 
 class CannotFollow(Exception):
     """The call that is under way is opaque; the message says why."""
-
-
-class BatchFixed(BaseException):
-    """A module's own code has fixed the number of samples: it must be opaque from the beginning."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.path = path
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where types are checked
@@ -179,6 +171,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         except Exception as error:
             if len(self._stack) == 1:
                 raise Untraceable(self._why(error)) from error
+            self._assume()
+            if self.sizes.are_fixed_by(each for part in call.all_calls() for each in part.conditions):
+                raise SizesFixed(path, self._why(error)) from error
             self.busy = True
             self._forget_values(renamed)
             try:
@@ -233,7 +228,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             result = func(*real_args, **real_kwargs)
             # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
             if self.sizes.new_conditions(name, tensors) and self.sizes.batch_is_fixed():
-                raise BatchFixed(self._stack[-1].path)
+                raise SizesFixed(self._stack[-1].path)
             mutated = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]
             if func in _BY_STRIDES and _get_storage_key(tensors[0]) not in self.record.lasting:
                 mutated.append(tensors[0])  # so that who made it, and knows how it lies in memory, is in the same stage
@@ -294,7 +289,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         call.touches = frozenset(map(_get_storage_key, given + buffers + made))
         if self.sizes.new_conditions() and self.sizes.batch_is_fixed():
-            raise BatchFixed(call.path)
+            raise SizesFixed(call.path)
         return result
 
     def _why(self, error: Exception) -> str:
@@ -310,7 +305,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             return
         found = self.sizes.new_conditions()
         if found and self.sizes.batch_is_fixed():
-            raise BatchFixed(self._stack[-1].path)
+            raise SizesFixed(self._stack[-1].path)
         self._stack[-1].conditions += found
 
     def _is_lent(self, module: nn.Module) -> bool:

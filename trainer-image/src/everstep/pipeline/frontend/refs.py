@@ -196,20 +196,33 @@ def compile_result_binder(
         name: The name of the call.
     """
     if isinstance(found, ValueRef):
-        return compile_binder(found)
-    leaves = pytree.tree_leaves(found)
+        index = found.index
+
+        def put_only(result: Any, frame: Frame) -> None:
+            if not isinstance(result, torch.Tensor):
+                raise _make_result_error(name, f"{result!r:.80}", "a tensor")
+            frame.values[index] = result
+
+        return put_only
+    leaves, structure = pytree.tree_flatten(found)
     wanted = [(place, leaf.index) for place, leaf in enumerate(leaves) if isinstance(leaf, ValueRef)]
     places = [place for place, _ in wanted]
 
     def put(result: Any, frame: Frame) -> None:
-        given = pytree.tree_leaves(result)
-        if len(given) != len(leaves):
-            raise _make_result_error(name, f"{len(given)} values", str(len(leaves)))
+        given, own = pytree.tree_flatten(result)
+        if own != structure:  # also where keys are others, or in another order: values are told apart by their places
+            both = (own, structure) if len(given) == len(leaves) else None
+            now, before = map(_show_structure, both) if both else (f"{len(given)} values", str(len(leaves)))
+            raise _make_result_error(name, now, before)
         _check_result(name, given, places, plain[module.training])
         for place, index in wanted:
             frame.values[index] = given[place]
 
     return put
+
+
+def _show_structure(structure: Any) -> str:
+    return repr(pytree.tree_unflatten([...] * structure.num_leaves, structure)).replace("Ellipsis", "…")
 
 
 def list_plain_leaves(found: Template) -> dict[int, Any]:
@@ -239,6 +252,6 @@ def _are_equal(one: Any, other: Any) -> bool:
 def _make_result_error(name: str, now: str, before: str) -> PipelineError:
     return PipelineError(
         f"module {name!r} returned {now}, and {before} when pipeline() was called: the code around it was traced with "
-        "that, and would go by it. Numbers, flags and missing tensors that depend on data cannot leave a module: let "
-        "the code that goes by them be in the same module, or return a tensor"
+        "that, and would go by it. Numbers, flags, keys and missing tensors that depend on data cannot leave a module: "
+        "let the code that goes by them be in the same module, or return a tensor"
     )

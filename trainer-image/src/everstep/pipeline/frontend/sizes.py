@@ -45,9 +45,10 @@ class _Env(ShapeEnv):  # type: ignore[misc]  # torch is not where types are chec
 
 class Sizes:
     """The symbols of one trace. `batch`: that of the samples; its value while tracing is a prime that nothing else has,
-    so that no code takes another size for it."""
+    so that no code takes another size for it. `made`: of sizes that only the module which makes a tensor knows;
+    `guessed`: those that depend on data, and are none without `guesses`."""
 
-    def __init__(self, taken: Iterable[int]) -> None:
+    def __init__(self, taken: Iterable[int], *, guesses: bool = True) -> None:
         self.env = _Env(
             allow_scalar_outputs=False,
             allow_dynamic_output_shape_ops=False,
@@ -57,6 +58,7 @@ class Sizes:
         others = set(taken)
         self.hint = next(prime for prime in sympy.primerange(7, 10_000) if prime not in others)
         self._count = 0
+        self.guesses, self.made, self.guessed = guesses, set[Any](), set[Any]()
         self.assumed: list[Any] = []  # by torch itself, where it decides on the sizes or the number of results
         self.batch_size = self.symbol(self.hint)
         self.batch = self.batch_size.node.expr
@@ -70,6 +72,14 @@ class Sizes:
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, do_not_specialize_zero_one=True
         )
         return self.env.create_symintnode(made, hint=hint, source=source)
+
+    def made_symbol(self, hint: int, *, is_guessed: bool = False) -> Any:
+        """A new torch.SymInt for a size that only the module which makes a tensor knows."""
+        found = self.symbol(hint)
+        self.made.add(found.node.expr)
+        if is_guessed:
+            self.guessed.add(found.node.expr)
+        return found
 
     def simplify(self, expr: Any) -> Any:
         """Simplify an expression by what was found out since: sizes that turned out equal, or fixed."""
@@ -99,6 +109,10 @@ class Sizes:
 
     def batch_is_fixed(self) -> bool:
         return isinstance(self.simplify(self.batch), int)
+
+    def are_fixed_by(self, conditions: Iterable[Any]) -> bool:
+        """Tell whether a symbol in these conditions has become a number, or another one."""
+        return any(self.simplify(symbol) != symbol for symbol in symbols_of(conditions))
 
     def hints(self, samples: int) -> dict[Any, int]:
         """Return the values of the symbols in the example, if it had `samples` samples."""
@@ -144,6 +158,24 @@ def find_places(wanted: Iterable[Any], tensors: Mapping[Any, Shape]) -> list[Sym
                 "operations that need it with the stage that knows it"
             )
         found.append(place)
+    return found
+
+
+def find_made_places(
+    wanted: Iterable[Any], known: Mapping[Any, Shape], made: Iterable[Mapping[Any, Shape]]
+) -> dict[int, list[SymbolSource]]:
+    """Find where the symbols show that nothing shows which a stage is given, by the numbers of its steps.
+
+    Args:
+        wanted: The symbols.
+        known: The shapes of what the stage is given.
+        made: Of each step, the shapes of what it gives of which only it knows sizes.
+    """
+    found, waiting = dict[int, list[SymbolSource]](), {each for each in wanted if not are_sizes_visible([each], known)}
+    for number, shapes in enumerate(made if waiting else ()):
+        if shown := {each for each in waiting if are_sizes_visible([each], shapes)}:
+            found[number] = find_places(shown, shapes)
+            waiting -= shown
     return found
 
 

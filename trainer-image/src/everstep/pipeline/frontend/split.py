@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
-
-import torch
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
@@ -32,9 +29,9 @@ from everstep.pipeline.frontend.refs import (
     iterate_references,
     list_plain_leaves,
 )
-from everstep.pipeline.frontend.sizes import are_sizes_visible, find_places, symbols_of
+from everstep.pipeline.frontend.sizes import are_sizes_visible, find_made_places, find_places, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
-from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step, call_unseen
+from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step, call_unseen, make_context
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
@@ -111,13 +108,16 @@ class _Cut:
         inputs |= {names[value]: value for value in sorted(self.given)}
         used = {value for unit in self.units.all if unit not in self.mine for value in unit.reads}
         outputs = {names[value]: value for value in sorted(self.made & used)}
+        own = find_made_places(symbols_of(size.expr for size in sizes), known, map(self._list_made_shapes, items))
+        seen = {place.symbol for places in own.values() for place in places}
+        # A condition on sizes that this stage does not see is another's.
+        conditions = [each for each in self.list_conditions() if are_sizes_visible(symbols_of([each]) - seen, known)]
+        wanted = symbols_of([*(size.expr for size in sizes), *conditions]) - seen
         keep = set(outputs.values()) | _list_values(result)
+        keep |= {place.tensor.index for places in own.values() for place in places}
         steps = [
             self._make_step(item, module, bind, forget, drawing) for item, forget in self._list_forgotten(items, keep)
         ]
-        # A condition on sizes that this stage does not see is another's.
-        conditions = [each for each in self.list_conditions() if are_sizes_visible(symbols_of([each]), known)]
-        wanted = symbols_of([*(size.expr for size in sizes), *conditions])
         return StageModule(
             self.index,
             module,
@@ -125,7 +125,7 @@ class _Cut:
             outputs,
             steps,
             compile_maker(result, bind) if has_output else None,
-            SizeRules(find_places(wanted, known), sizes, conditions),
+            SizeRules(find_places(wanted, known), sizes, conditions, own),
             self.model.both,
             StageUses(
                 self._find_changed_arguments().intersection(arguments) | self._find_passed_values(inputs, has_output),
@@ -215,6 +215,12 @@ class _Cut:
                     arguments.add(shown)
                     known |= shapes[shown]
         return sorted(arguments), known
+
+    def _list_made_shapes(self, item: Item) -> dict[Any, Any]:
+        """Return the shapes of what a module gives that runs as it is, or has such a one inside."""
+        if not isinstance(item, Call) or not any(call.opaque for call in item.all_calls()):
+            return {}
+        return {ValueRef(index): self.record.values[index].shape for index in sorted(_list_values(item.outputs))}
 
     # ---- which calls ----
 
@@ -338,7 +344,9 @@ class _Cut:
                 func = partial(call_unseen, item.name, func, item.changes if item.opaque else None)
             if fixed := select_attributes(self.model.attributes, unseen):
                 put = partial(_bind_checked, put, FixedAttributes(self.model.model, fixed))
-            return Step(item.name, func, item.module, inputs, put, tuple(forget), _make_context(item))
+            return Step(
+                item.name, func, item.module, inputs, put, tuple(forget), make_context(item.grad, item.autocast)
+            )
         func, put = item.func, compile_binder(item.outputs)
         if item in drawing:
             func = partial(_bind_random_state, drawing[item], func)
@@ -347,7 +355,7 @@ class _Cut:
         owner = module.get_submodule(item.owner.path)
         unit = self.units.of.get(item)
         name = unit.name if unit is not None else f"{item.owner.name}:{item.name}"
-        return Step(name, func, owner, inputs, put, tuple(forget), _make_context(item))
+        return Step(name, func, owner, inputs, put, tuple(forget), make_context(item.grad, item.autocast))
 
     def _make_binder(self, module: Any) -> Callable[[Ref], Maker]:
         constants = self.record.constants
@@ -426,24 +434,3 @@ def _has_listeners(part: Item) -> bool:
 def _bind_tensor_hook(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     # Where there are no gradients, as in an evaluation or a forward that is done again, there is nothing to hear of.
     return func(tensor, *args, **kwargs) if tensor.requires_grad else None
-
-
-def _make_context(item: Item) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    """Return a function that restores what was around the operation or the call, beside what is around the model.
-
-    None if there was nothing.
-    """
-    if item.grad and item.autocast is None:
-        return None
-
-    @contextlib.contextmanager
-    def around() -> Any:
-        with contextlib.ExitStack() as stack:
-            if not item.grad:
-                stack.enter_context(torch.no_grad())
-            if item.autocast is not None:
-                device, dtype, enabled = item.autocast
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-            yield
-
-    return around

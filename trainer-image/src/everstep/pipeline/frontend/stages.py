@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.refs import Argument, Frame, Maker
-from everstep.pipeline.frontend.sizes import SymbolSource, evaluate_size, solve_sizes
+from everstep.pipeline.frontend.sizes import SymbolSource, evaluate_size, solve_sizes, symbols_of
 
 INPUT = "input:"
 OUTPUT = "output"
@@ -54,11 +54,13 @@ class SizeRules:
         places: Where symbols are read from its inputs.
         sizes: The sizes that its steps use.
         conditions: What must hold of the symbols, or the stage would compute something else.
+        made: Where symbols are read that only modules within the stage know, by the number of the step.
     """
 
     places: Sequence[SymbolSource] = ()
     sizes: Sequence[Any] = ()
     conditions: Sequence[Any] = ()
+    made: Mapping[int, Sequence[SymbolSource]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class StageModule:
         self._arguments = [name.removeprefix(INPUT) for name, value in inputs.items() if value is None]
         self._outputs, self._steps, self._result = dict(outputs), list(steps), result
         self._places, self._sizes, self._conditions = list(sizes.places), list(sizes.sizes), list(sizes.conditions)
-        self._known_sizes: dict[tuple[int, ...], dict[Any, Any]] = {}
+        self._made, self._known_sizes = dict(sizes.made), dict[tuple[int, ...], dict[Any, Any]]()
         self._only = None if both else module.training
         self._changed, self.writes, self.listens = frozenset(uses.changed), tuple(sorted(uses.writes)), listens
         # What tells the device: it may be moved at any time, and to look for it takes as long as a small operation.
@@ -134,11 +136,12 @@ class StageModule:
             else:
                 frame.arguments[name] = pytree.tree_map(_copy_leaf, frame.arguments[name])
         frame.device = self._device(frame)
-        if self._places:
-            frame.sizes = self._sizes_of(frame)
+        symbols = self._read_sizes(self._places, frame, {})
         with divisible_checkpoints():
-            for step in self._steps:
+            for number, step in enumerate(self._steps):
                 step.run(frame)
+                if number in self._made:
+                    symbols = self._read_sizes(self._made[number], frame, symbols)
         found = {name: frame.values[index] for name, index in self._outputs.items()}
         for name in self._ends:
             found[name] = pytree.tree_map(_detach_leaf, found[name])
@@ -177,20 +180,25 @@ class StageModule:
         tensors = (value for value in frame.values.values() if isinstance(value, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
-    def _sizes_of(self, frame: Frame) -> dict[Any, Any]:
-        shapes = {place.tensor: _get_tensor(place.tensor, frame).shape for place in self._places}
-        values = solve_sizes(self._places, shapes)
-        key = tuple(values.values())
+    def _read_sizes(self, places: Sequence[SymbolSource], frame: Frame, known: Mapping[Any, int]) -> dict[Any, int]:
+        """Return the values of these symbols and of those that were known, and let the frame have the sizes of them."""
+        if not places:
+            return {**known}
+        shapes = {place.tensor: _get_tensor(place.tensor, frame).shape for place in places}
+        values = {**known, **solve_sizes(places, shapes)}
+        key = tuple(values.values())  # always of the same symbols, or of fewer
         if key not in self._known_sizes:
             for condition in self._conditions:
-                if evaluate_size(condition, values) is False:
+                if symbols_of([condition]) <= values.keys() and evaluate_size(condition, values) is False:
                     raise PipelineError(
                         f"stage {self.index}: sizes {values} take another path through the model's code than the one "
                         f"that was traced, where {condition}: give batches for which this holds, or call pipeline() "
                         "with an example of these sizes"
                     )
-            self._known_sizes[key] = {size: size.kind(evaluate_size(size.expr, values)) for size in self._sizes}
-        return self._known_sizes[key]
+            sizes = [size for size in self._sizes if symbols_of([size.expr]) <= values.keys()]
+            self._known_sizes[key] = {size: size.kind(evaluate_size(size.expr, values)) for size in sizes}
+        frame.sizes = self._known_sizes[key]
+        return values
 
 
 def _copy_leaf(leaf: Any) -> Any:
@@ -242,3 +250,26 @@ def call_unseen(name: str, module: nn.Module, changes: Collection[int] | None, *
 
 def _get_version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def make_context(
+    grad: bool, autocast: tuple[str, Any, bool] | None
+) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+    """Return a function that restores what was around an operation or a call, beside what is around the model.
+
+    None if there was nothing.
+    """
+    if grad and autocast is None:
+        return None
+
+    @contextlib.contextmanager
+    def around() -> Any:
+        with contextlib.ExitStack() as stack:
+            if not grad:
+                stack.enter_context(torch.no_grad())
+            if autocast is not None:
+                device, dtype, enabled = autocast
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
+
+    return around

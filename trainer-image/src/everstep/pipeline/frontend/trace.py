@@ -19,10 +19,10 @@ from everstep.pipeline.frontend.attributes import Key, changes_itself
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size, with_sizes
-from everstep.pipeline.frontend.record import Call, ForwardRecord, Untraceable
-from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, collect_sizes
+from everstep.pipeline.frontend.record import Call, ForwardRecord, SizesFixed, Untraceable
+from everstep.pipeline.frontend.recorder import Recorder, collect_sizes
 from everstep.pipeline.frontend.script_draws import ScriptDraws
-from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
+from everstep.pipeline.frontend.sizes import Sizes, evaluate_size, symbols_of
 from everstep.pipeline.frontend.units import Item, Units, find_units
 from everstep.pipeline.graph import Graph, GraphNode
 
@@ -172,22 +172,29 @@ def _record_call(
     unsplit_inputs: Collection[str],
 ) -> ForwardRecord:
     unseen: dict[str, str] = {}
+    guesses = True
     while True:
-        recorder = Recorder(model, Sizes(known), device, unseen, unsplit_inputs)
+        recorder = Recorder(model, Sizes(known, guesses=guesses), device, unseen, unsplit_inputs)
         try:
             with attributes_kept(model), _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
-                again = Recorder(model, Sizes(known), device, unseen, unsplit_inputs)
+                again = Recorder(model, Sizes(known, guesses=guesses), device, unseen, unsplit_inputs)
                 _refuse_changes(model, recorder, partial(again.run, model, arguments, call))
-            return record
-        except BatchFixed as fixed:
-            reason = (
-                "its code fixes the number of samples, by a loop over them, len() or int(): write x.shape[0] for len(x)"
-            )
+            sizes = recorder.sizes
+            if not sizes.are_fixed_by(sizes.guessed) and sizes.guessed.isdisjoint(
+                symbols_of(record.iterate_conditions())
+            ):
+                return record
+            guesses = False  # code goes by such a size, and not by what was guessed for it
+        except Untraceable:
+            if not recorder.sizes.guessed:
+                raise
+            guesses = False  # code relies on its being that of an argument
+        except SizesFixed as fixed:
             if not fixed.path or fixed.path in unseen:
-                raise Untraceable(f"{fixed.path or 'the model'}: {reason}") from fixed
-            unseen[fixed.path] = reason
+                raise Untraceable(f"{fixed.path or 'the model'}: {fixed.reason}") from fixed
+            unseen[fixed.path] = fixed.reason
 
 
 def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], ForwardRecord]) -> None:
@@ -198,7 +205,7 @@ def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], Fo
             for (path, name), (_, after) in changed.items():
                 vars(model.get_submodule(path))[name] = after
             second = again()
-    except (Untraceable, BatchFixed):
+    except (Untraceable, SizesFixed):
         return  # nothing can be said; where it is cut, the comparison with the whole model will
     if not modes.are_records_equal(recorder.record, second):
         key, (before, after) = next(iter(changed.items()))

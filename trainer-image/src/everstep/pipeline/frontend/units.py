@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.nn import Parameter
 
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, Untraceable, iterate_made_values, iterate_parts
-from everstep.pipeline.frontend.refs import Argument, Constant, Ref, Template, ValueRef, Weight, iterate_references
+from everstep.pipeline.frontend.refs import (
+    Argument,
+    Constant,
+    Ref,
+    Size,
+    Template,
+    ValueRef,
+    Weight,
+    iterate_references,
+)
+from everstep.pipeline.frontend.sizes import symbols_of
 
 OUTPUT = "output"
 Item = Op | Call
@@ -64,6 +75,7 @@ def find_units(record: ForwardRecord) -> Units:
     free_ops = set(free.values())
     found = [unit for unit in found if unit.item not in free_ops]
     output = Unit(OUTPUT, None, *_collect_uses(record.root.outputs, record.aliases))
+    _read_made_sizes([*found, output], free, record)
     alive = _keep_alive_units(found, output, view, record)
     of = {part: unit for unit in found for part in iterate_parts(unit.item)}
     entangled = _find_entangled_calls(alive, of, record)
@@ -183,6 +195,27 @@ def _find_free_operations(record: ForwardRecord, view: _View) -> dict[int, Op]:
         ):
             found.update((index, op) for index in iterate_made_values(op) if view.makers[index] is op)
     return found
+
+
+def _read_made_sizes(found: list[Unit], free: Mapping[int, Op], record: ForwardRecord) -> None:
+    """Let units read a value that shows a size of which they make something, where only the module that makes the value
+    knows it and nothing else that they read shows it: positions in texts that a module has cut, which have no text."""
+    shown = {size for each in record.arguments.values() for info in each.values() for size in info.shape}
+    makers: dict[Any, int] = {}
+    for index, info in enumerate(record.values):
+        for size in info.shape:
+            if size in record.sizes.made and size not in shown and index not in free:
+                makers.setdefault(size, index)
+    for unit in found if makers else ():
+        waiting, sizes = [record.root.outputs if unit.item is None else unit.item.inputs], set[Any]()
+        while waiting:
+            for ref in iterate_references(waiting.pop()):
+                if isinstance(ref, Size):
+                    sizes |= symbols_of([record.sizes.simplify(ref.expr)])
+                elif isinstance(ref, ValueRef) and ref.index in free:
+                    waiting.append(free[ref.index].inputs)
+        sizes.difference_update(size for index in unit.reads - free.keys() for size in record.values[index].shape)
+        unit.reads |= {makers[size] for size in sizes & makers.keys()}
 
 
 def _is_constant(ref: Ref, found: dict[int, Op], record: ForwardRecord) -> bool:

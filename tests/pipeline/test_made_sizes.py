@@ -1,0 +1,151 @@
+"""Sizes that only a module knows which runs as it is: what computes with them computes as in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
+from tests.pipeline.small_nets import Block, Net  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def iterate_stages(model: nn.Module, example: Any) -> Iterator[Any]:
+    """The stages of each cut in two that there is, between any two nodes."""
+    traced = trace_model(model, example)
+    nodes = traced.graph.nodes
+    groups = [node.colocate or node.name for node in nodes]
+    for place in range(1, len(nodes)):
+        if set(groups[:place]).isdisjoint(groups[place:]):
+            yield split_model(traced, {node.name: int(at >= place) for at, node in enumerate(nodes)})
+
+
+def flip(x: Any) -> Any:
+    return x if x.sum() > -1e9 else -x
+
+
+def scan(x: Any) -> Any:
+    found, total = [], torch.zeros_like(x[:, 0])
+    for step in range(x.shape[1]):
+        total = (total + x[:, step]).tanh()
+        found.append(total)
+        if total.max() > 1e9:
+            break
+    return torch.stack(found, 1)
+
+
+class Averaging(Net):
+    """Takes the mean of what a module gives, with positions."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__(between)
+        self.places = nn.Embedding(32, 4)
+
+    def forward(self, x: Any) -> Any:
+        y = self.between(self.one(x))
+        y = self.two(y + self.places(torch.arange(y.shape[1])))
+        return y.sum(1) / y.shape[1] + x.sum(1) / x.shape[1]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        scan,
+        lambda x: flip(x.repeat_interleave(2, 1)),
+        lambda x: flip(x[:, ::2]),
+        lambda x: flip(torch.cat([x, x[:, :2]], 1)),
+        lambda x: flip(nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4))),
+        lambda x: flip(nn.functional.pad(x, (0, 0, 0, -int(x.shape[1]) % 4))),
+        lambda x: flip(x / math.sqrt(x.shape[1])),
+    ],
+)
+def test_other_lengths_are_computed_with_as_they_are(between: Any) -> None:
+    torch.manual_seed(0)
+    model = Averaging(Block(between))
+    count = 0
+    for stages in iterate_stages(model, {"x": torch.randn(3, 5, 4)}):
+        for length in (5, 7, 2, 9):
+            inputs = {"x": torch.randn(2, length, 4)}
+            assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+            count += 1
+    assert count > 8
+
+
+class Packed(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Gives what is as long as the longest text, however long the batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+
+
+class Reading(Net):
+    def __init__(self, *, is_early: bool) -> None:
+        super().__init__(Packed())
+        self.score, self.is_early = nn.Linear(4, 1), is_early
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        mask = torch.arange(x.shape[1]) < lengths[:, None]
+        y = self.two(self.between(self.one(x), lengths)).tanh()
+        mask = mask[:, : y.shape[1]] if self.is_early else torch.arange(y.shape[1]) < lengths[:, None]
+        weights = self.score(y)[..., 0].masked_fill(~mask, -1e9).softmax(1)
+        return (weights[..., None] * y).sum(1)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_length_that_depends_on_data_is_that_of_each_micro_batch(is_early: bool) -> None:
+    torch.manual_seed(0)
+    model = Reading(is_early=is_early)
+    count = 0
+    for stages in iterate_stages(model, {"x": torch.randn(3, 5, 4), "lengths": torch.tensor([5, 3, 2])}):
+        for lengths in ([5, 5, 1], [4, 2, 3], [2, 1]):
+            inputs = {"x": torch.randn(len(lengths), 5, 4), "lengths": torch.tensor(lengths)}
+            assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+            count += 1
+    assert count > 8
+
+
+def test_a_length_that_depends_on_data_may_be_relied_on_to_be_that_of_an_argument() -> None:
+    class Residual(Net):
+        def forward(self, x: Any, lengths: Any) -> Any:
+            x = self.one(x)
+            return self.two(self.between(x, lengths) + x).sum(1)
+
+    model = Residual(Packed())
+    for stages in iterate_stages(model, {"x": torch.randn(3, 5, 4), "lengths": torch.tensor([5, 3, 2])}):
+        inputs = {"x": torch.randn(2, 7, 4), "lengths": torch.tensor([7, 2])}
+        assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+
+
+def test_a_size_that_only_one_kind_of_input_has_is_known() -> None:
+    """The module is the first, and takes one number of features only."""
+
+    class First(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.between, self.two = (
+                Block(lambda x: flip(x @ torch.ones(4, 4) / math.sqrt(x.shape[1]))),
+                nn.Linear(4, 4),
+            )
+
+        def forward(self, x: Any) -> Any:
+            y = self.two(self.between(x))
+            return y.sum(1) / y.shape[1]
+
+    model = First()
+    for stages in iterate_stages(model, {"x": torch.randn(3, 4, 4)}):
+        inputs = {"x": torch.randn(2, 7, 4)}
+        assert torch.allclose(run_stages(stages, inputs), model(**inputs))
