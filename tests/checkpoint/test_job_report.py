@@ -99,13 +99,13 @@ def test_what_a_full_pipe_has_no_room_for_is_told_by_the_next_call(agent: int, a
 
 def test_one_rank_of_a_run_tells_it(agent: int) -> None:
     Events(reports=False).emit(CheckpointEvent("saved", key(50)))
-    Events().tell_empty()
+    Events().tell_restored(None, {}, {})
     assert heard(agent) == RankCheckpoint(restored=0, save_every=0, takes_requests=0)
 
 
 def test_a_session_that_looks_for_requests_says_so_and_how_far_it_is(agent: int) -> None:
     events = Events(trains=False, every=600.0)
-    events.tell_empty()
+    events.tell_restored(None, {}, {})
     events.begin_training()
     events.tell_step(1)
     events.tell_step(2)
@@ -117,7 +117,7 @@ def test_a_session_that_looks_for_requests_says_so_and_how_far_it_is(agent: int)
 def test_who_saves_by_itself_says_how_far_it_is_at_each_save(agent: int) -> None:
     events = Events(trains=False, every=600.0)
     everstep.progress(5300)
-    events.tell_empty()
+    events.tell_restored(None, {}, {})
     events.tell_saved_step(5)
     events.begin_training()
     told = RankCheckpoint(restored=0, save_every=0, trained_step=5, progress_step=5300, takes_requests=0)
@@ -160,7 +160,7 @@ def test_without_an_agent_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_what_only_reads_tells_nothing_of_its_steps(agent: int) -> None:
     """A run reads the checkpoints of others, as of a teacher, or a process of it evaluates."""
     reader, trainer = Events(trains=False), Events(trains=False)
-    trainer.tell_empty()
+    trainer.tell_restored(None, {}, {})
     reader.emit(CheckpointEvent("restored", key(100_000), "", {"tier": "store", "seconds": 9.0}))
     trainer.begin_training()
     assert heard(agent) == RankCheckpoint(restored=0, save_every=0, takes_requests=0)

@@ -97,7 +97,7 @@ class Reading(Net):
         super().__init__(Packed())
         self.score, self.is_early = nn.Linear(4, 1), is_early
 
-    def forward(self, x: Any, lengths: Any) -> Any:
+    def forward(self, x: Any, lengths: Any) -> Any:  # type: ignore[override]
         mask = torch.arange(x.shape[1]) < lengths[:, None]
         y = self.two(self.between(self.one(x), lengths)).tanh()
         mask = mask[:, : y.shape[1]] if self.is_early else torch.arange(y.shape[1]) < lengths[:, None]
@@ -120,7 +120,7 @@ def test_a_length_that_depends_on_data_is_that_of_each_micro_batch(is_early: boo
 
 def test_a_length_that_depends_on_data_may_be_relied_on_to_be_that_of_an_argument() -> None:
     class Residual(Net):
-        def forward(self, x: Any, lengths: Any) -> Any:
+        def forward(self, x: Any, lengths: Any) -> Any:  # type: ignore[override]
             x = self.one(x)
             return self.two(self.between(x, lengths) + x).sum(1)
 
