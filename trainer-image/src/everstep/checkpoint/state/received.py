@@ -58,8 +58,7 @@ class ReceivedLeaves:
         held = [name for name in {**after.tensors, **after.values} if not is_description(name)]
         found = {name: mark for name in held if name not in own and (mark := _mark_leaf(after, name))}
         if self._group.any(bool(found)):
-            every = set[str]().union(*self._group.gather(sorted(found)))
-            of_first = set(self._group.broadcast(sorted(every.intersection(held))))
+            of_first = set(self._group.broadcast(held))
             if self._group.rank:
                 self._marks = {name: mark for name, mark in found.items() if name in of_first}
                 self._tensors = {name: each for name, each in after.tensors.items() if name in self._marks}
