@@ -132,6 +132,8 @@ def _train(rank: int, how: str) -> list[str]:
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     with cut(model) as run:
         optimizer = torch.optim.SGD(run.groups(), lr=0.0 if how == "a rate of 0" else 0.1)
+        if how == "a rate of 0 in one kernel":
+            optimizer = torch.optim.AdamW(run.groups(), lr=0.0, fused=True)
         for number in range(4):
             run.step(*batch(number))
             if how == "by hand" and number % 2 == 0:
@@ -151,7 +153,7 @@ def test_gradients_of_a_step_that_nothing_uses_are_told_once(how: str) -> None:
     assert [len(said) for said in ranks.run(2, _train, how)] == [1, 1]
 
 
-@pytest.mark.parametrize("how", ["each", "a rate of 0", "cleared", "by data"])
+@pytest.mark.parametrize("how", ["each", "a rate of 0", "a rate of 0 in one kernel", "cleared", "by data"])
 def test_gradients_that_are_used_or_cleared_are_none_to_tell_of(how: str) -> None:
     assert ranks.run(2, _train, how) == [[], []]
 

@@ -351,3 +351,35 @@ def test_a_trace_imports_nothing_of_torch_export() -> None:
         "sys.exit(', '.join({'torch.export._trace', 'networkx'} & {*sys.modules}) or None)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Collecting(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Collects what its layers give by hooks, which its first call registers, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Block(torch.tanh) for _ in range(2)), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        if not getattr(self, "is_listening", False):
+            self.is_listening, self.collected = True, list[Any]()
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, result: self.collected.append(result))
+        self.collected.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), tuple(self.collected)
+
+
+def test_hooks_that_a_first_call_registers_are_there_once() -> None:
+    class Model(Net):
+        def forward(self, x: Any) -> Any:
+            y, collected = self.between(self.one(x))
+            return self.two(y) + sum(collected)
+
+    model = Model(Collecting())
+    stages = split_model(trace_model(model, X), {"two": 1})
+    assert [len(layer._forward_hooks) for layer in model.between.layers] == [0, 0]
+    for samples in (2, 5):
+        x = torch.randn(samples, 4)
+        assert torch.equal(run_stages(stages, {"x": x}), model(x))

@@ -7,8 +7,11 @@ first batches away, and not what they count; one that steps an optimizer steps b
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from everstep.pipeline.errors import PipelineError
 
@@ -70,7 +73,22 @@ class UnusedGradients:
     def __init__(self) -> None:
         self._before: list[tuple[Any, int]] | None = None
         self._values: list[tuple[Any, Any]] = []
-        self._is_done = False
+        self._is_used = self._is_done = False
+        self._handle: Any = None
+
+    def _listen(self, learning: Iterable[Any]) -> None:
+        """Hear of optimizers that step: one with a rate of 0, as at the start of a warm-up, may change nothing."""
+        known, me = set(map(id, learning)), weakref.ref(self)
+
+        def note(optimizer: Any, args: Any, kwargs: Any) -> None:
+            held = me()
+            if held is not None and any(
+                id(each) in known for group in optimizer.param_groups for each in group["params"]
+            ):
+                held._is_used = True
+
+        self._handle = register_optimizer_step_post_hook(note)
+        weakref.finalize(self, self._handle.remove)
 
     def look(self, parameters: Iterable[Any]) -> None:
         """Look, when a step begins, at what the one before has left. It warns in the second step, if at all.
@@ -85,11 +103,13 @@ class UnusedGradients:
             self._before = [(each, each._version) for each in learning]
             smallest = sorted(learning, key=lambda each: int(each.numel()))[:_FEW]
             self._values = [(each, each.detach().clone()) for each in smallest]
+            self._listen(learning)
             return
         self._is_done = True
+        self._handle.remove()
         known, values, self._before, self._values = self._before, self._values, None, []
         # By their values too: what is written by `.data` has no version.
-        unused = any(each.grad is not None and bool(each.grad.any()) for each, _ in values)
+        unused = not self._is_used and any(each.grad is not None and bool(each.grad.any()) for each, _ in values)
         if unused and all(each._version == version for each, version in known):
             unused = all(bool((each.detach() == before).all()) for each, before in values)
             if unused:

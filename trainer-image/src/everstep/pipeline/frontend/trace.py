@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -62,6 +63,9 @@ class Traced:
             if wanted is not None:
                 found[unit.name] = wanted
         return found
+
+
+_CONTAINERS = (dict, OrderedDict, list, set)  # hooks are in ordered ones
 
 
 def trace_model(
@@ -216,12 +220,13 @@ def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], Fo
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restore at the end what modules keep in attributes, such as a table made at the first call, or the last result.
 
-    They would else be tensors without data.
+    They would else be tensors without data. So are hooks: a first call may register some, and leave a flag that they
+    are there.
     """
     kept: list[tuple[Any, Any]] = []
     for module in model.modules():
         kept.append((module.__dict__, dict(module.__dict__)))
-        kept += [(held, held.copy()) for held in module.__dict__.values() if type(held) in (dict, list, set)]
+        kept += [(held, held.copy()) for held in module.__dict__.values() if type(held) in _CONTAINERS]
     try:
         yield
     finally:
