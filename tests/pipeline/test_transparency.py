@@ -97,4 +97,8 @@ def test_every_combination_trains_as_one_process_does(case: str, schedule: str, 
             for batch in MATRIX["batch"]:
                 row = {"case": case, "schedule": schedule, "ranks": ranks, "replicas": replicas, "batch": batch}
                 setting = setting_of(row, dtype=dtype, by_hand=False)
-                assert apart(piped(setting), alone(setting)) < CLOSE[dtype], row
+                found = apart(piped(setting), expected := alone(setting))
+                # The last bit of a weight decides over a ReLU, and so over what batch statistics of few samples become:
+                # in such a model float32 is no nearer to itself.
+                is_rounding = dtype == torch.float32 and found < apart(alone(setting, rounded=True), expected)
+                assert found < CLOSE[dtype] or is_rounding, row

@@ -104,10 +104,15 @@ def schedule_of(setting: Setting, graph: StageGraph) -> Schedule:
     )
 
 
-def alone(setting: Setting) -> Trained:
-    """One process: the whole batch at once, or where that makes a difference in the same micro-batches."""
+def alone(setting: Setting, *, rounded: bool = False) -> Trained:
+    """One process: the whole batch at once, or where that makes a difference in the same micro-batches. `rounded`: from
+    weights of which the last bit is another one."""
     case = case_of(setting)
     model = case.build(dtype=setting.dtype)
+    if rounded:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + torch.finfo(setting.dtype).eps)
     optimizer = optimizer_of(list(model.parameters()), setting.dtype)
     losses, first = [], {}
     random = Random(dict(model.named_modules()), torch.device("cpu"), setting.options.seed)
