@@ -33,6 +33,7 @@ from everstep.checkpoint.format.manifest import (
     StoredTensor,
     encode_manifest,
 )
+from everstep.checkpoint.format.merging import merge_node_manifests
 from everstep.checkpoint.publish import commit
 from everstep.checkpoint.store.base import Store
 from tests.checkpoint.builders import Training, key
@@ -110,6 +111,12 @@ def test_a_rank_of_two_nodes_or_of_none_is_refused() -> None:
         merged(LOWER, replace(UPPER, parts=(LOWER.parts[1], *UPPER.parts)))
     with pytest.raises(WriterConflict, match=r"00003\.part: is the part of no rank of a checkpoint of 3 ranks"):
         merged(replace(LOWER, world=3), replace(UPPER, world=3))
+
+
+def test_the_first_node_says_how_an_object_is_built_in_whatever_order_they_come() -> None:
+    said = [{"s.%kind": {"dict": [["is", "value"], ["aliases", [[[first], ["last"]]]]]}} for first in ("best", "next")]
+    nodes = [replace(each, values=values) for each, values in zip((LOWER, UPPER), said, strict=True)]
+    assert merged(*nodes).values == merge_node_manifests(nodes).values == said[0]
 
 
 def test_an_element_of_no_node_or_of_two_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,136 @@ def test_what_rank_0_removes_is_gone_though_others_received_it(folder: Path) -> 
     first, second = ranks.run(2, removes_what_others_received, folder)
     assert first == second
     assert first[1:] == ["{'n': 2, 'seen': {}}", "{'n': 3, 'seen': {}}"]
+
+
+class Copied(Stateful):
+    """An object that returns a copy of its state, another one each time."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(state)
+        self.asked = 0  # since it has taken in a state
+
+    def state_dict(self) -> Any:
+        self.asked += 1
+        return copy.deepcopy(self.state)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.asked = 0
+        self.state = {key: state.pop(key) for key in list(state)}
+
+
+def keeps_in_a_copied_state(rank: int, folder: Path) -> list[tuple[int, str]]:
+    found = []
+    for _ in range(3):
+        loop = Copied({"n": 0, "best": None, "seen": []})
+        with session(folder, every="1h") as ckpt:
+            start = ckpt.restore(loop=loop).step
+            asked = loop.asked if start else 0
+            loop.state["n"] = start + 1
+            if not rank:
+                loop.state["best"] = {"weights": torch.full((2,), float(start)), "array": np.full(500, start)}
+                loop.state["seen"].append(start)
+            ckpt.save(start + 1)
+            ckpt.wait()
+        found.append((asked, repr(everstep.load(folder / "store")["loop"])))
+    return found
+
+
+def test_an_object_that_copies_its_state_is_saved_after_restarts_and_not_asked_by_the_restore(folder: Path) -> None:
+    first, second = ranks.run(2, keeps_in_a_copied_state, folder)
+    assert first == second
+    assert [asked for asked, _ in first] == [0, 0, 0]
+    assert "'weights': tensor([2., 2.])" in first[2][1]
+    assert "'seen': [0, 1, 2]" in first[2][1]
+
+
+def restores_twice(rank: int, folder: Path) -> list[Any]:
+    for step in (1, 2, 3):
+        state: dict[str, Any] = {"seen": [], "best": None}
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            ckpt.restore(state=state)
+            if not rank:
+                state["seen"].append(step)
+                state["best"] = torch.full((2,), float(step))
+            ckpt.save(step)
+            ckpt.wait()
+    return list(everstep.load(folder / "store")["state"]["seen"])
+
+
+def test_what_rank_0_alone_keeps_is_saved_after_a_session_has_restored_it_twice(folder: Path) -> None:
+    assert ranks.run(2, restores_twice, folder) == [[1, 2, 3]] * 2
+
+
+def builds_otherwise(rank: int, folder: Path) -> list[str]:
+    """Rank 0 alone keeps averages; it holds one in two places, then two, then others in another order."""
+    found = []
+    for step in (1, 2, 3):
+        state: dict[str, Any] = {"n": 0}
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            state["n"] = step
+            if not rank:
+                last = {"weights": torch.full((2,), float(step))}
+                log = state["log"] = {"last": last, "best": state.get("log", {}).get("best", last)}
+                if step == 3:
+                    log["last"] = log.pop("last")
+            ckpt.save(step)
+            ckpt.wait()
+        found.append(repr(everstep.load(folder / "store")["state"]["log"]))
+    return found
+
+
+def test_what_rank_0_builds_otherwise_after_a_restart_is_saved_as_it_builds_it(folder: Path) -> None:
+    first, second = ranks.run(2, builds_otherwise, folder)
+    assert first == second
+    best = "'best': {'weights': tensor([1., 1.])}"
+    assert first[1:] == [
+        f"{{'last': {{'weights': tensor([2., 2.])}}, {best}}}",
+        f"{{{best}, 'last': {{'weights': tensor([3., 3.])}}}}",
+    ]
+
+
+def empties_on_rank_0(rank: int, folder: Path) -> list[float]:
+    """All ranks fill a list, and rank 0 empties it before each save."""
+    for step in (1, 2, 3):
+        state: dict[str, Any] = {"n": 0, "losses": []}
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            state["n"] = step
+            state["losses"].append(torch.tensor([float(step)]))
+            if not rank:
+                state["losses"].clear()
+            ckpt.save(step)
+            ckpt.wait()
+    return [float(each) for each in everstep.load(folder / "store")["state"]["losses"]]
+
+
+def test_a_list_that_came_by_a_restore_and_is_longer_by_now_is_saved_whole(folder: Path) -> None:
+    assert ranks.run(2, empties_on_rank_0, folder) == [[1.0, 2.0, 3.0]] * 2
+
+
+def changes_later(rank: int, folder: Path) -> tuple[list[str], float]:
+    """All ranks change alike an array that the restore has brought to them, after the first save of the run."""
+    failed: list[str] = []
+    for start in (0, 3):
+        state: dict[str, Any] = {"n": 0}
+        with session(folder, every="1h") as ckpt:
+            ckpt.on("failed", lambda event: failed.append(event.why))
+            ckpt.restore(state=state)
+            state.setdefault("counts", np.zeros(500))
+            for step in (start + 1, start + 2, start + 3):
+                state["n"] = step
+                if step > start + 1:
+                    state["counts"] += 1
+                ckpt.save(step)
+                with contextlib.suppress(SaveFailed):
+                    ckpt.wait()
+    return failed, float(everstep.load(folder / "store")["state"]["counts"].sum())
+
+
+def test_an_array_that_came_by_a_restore_is_saved_as_all_ranks_have_it_once_these_change_it(folder: Path) -> None:
+    assert ranks.run(2, changes_later, folder) == [([], 4 * 500.0)] * 2
 
 
 def plan_ordinary(rank: int) -> list[str]:

@@ -15,7 +15,7 @@ def is_description(name: str) -> bool:
     """Tell whether a value describes an object.
 
     Ranks that hold the same leaves have the same descriptions (see state/structure_sums.py); of those that hold others,
-    as the stages of a pipeline, anyone's will do.
+    as the stages of a pipeline, that of the first one counts: rank 0 may hold more than others, built in another way.
     """
     return name == KIND or name.endswith(f".{KIND}")
 

@@ -14,6 +14,7 @@ from everstep.checkpoint.errors import Damaged, Incomplete, MissingRanks, Writer
 from everstep.checkpoint.format import lines
 from everstep.checkpoint.format.checksum import ALGORITHMS, compute_checksum, get_checksum_width
 from everstep.checkpoint.format.coverage import FlatBox, Region, check_cover, check_world, join_boxes, overlaps_region
+from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.format.manifest import Manifest, Shard, get_itemsize
 from everstep.checkpoint.format.nested_names import check_states, join_values
@@ -141,6 +142,8 @@ class IndexMerger:
                 raise WriterConflict(name, f"{dtype} {shape} for one writer, {tensor.dtype} {tensor.shape} for another")
             boxes.extend((node, *box[1:]) for box in tensor.boxes)
         join_values(self._values, announced.values)
+        if node == 0:  # of rank 0, which is the only one that saves some of what others hold too, as it is by now
+            self._values |= {name: value for name, value in announced.values.items() if is_description(name)}
 
     def merged(self) -> CheckpointIndex:
         """Return the index of all nodes.

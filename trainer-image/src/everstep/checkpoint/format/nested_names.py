@@ -39,7 +39,7 @@ def join_values(values: dict[str, object], more: Mapping[str, object]) -> None:
 
     Args:
         values: Of the others; what has nothing in it gives way to what is added.
-        more: With the descriptions of their objects, of which anyone's will do.
+        more: With the descriptions of their objects, of which those that are there count.
 
     Raises:
         WriterConflict: Both have another value under one name.

@@ -48,6 +48,7 @@ class Loading:
             is another.
         defaults: After apply(), keys of dictionaries that kept their values, because the checkpoint does not have them,
             and scalers that it has no state of.
+        taken: After apply(), the states that objects have taken in, by prefix: see StatefulObject.taken.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Loading:
         self._cast: dict[str, torch.Tensor] = {}  # tensors of the objects that are of another type than what is read
         self.not_restored: list[str] = []
         self.defaults: list[str] = []
+        self.taken: dict[str, Any] = {}
         self._saved: list[tuple[ObjectKind, Saved]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         everything = Saved.of(manifest, allow_pickle=options.allow_pickle, casts=options.casts)
@@ -196,6 +198,7 @@ class Loading:
         self.defaults = [
             name for kind, _ in self._saved if isinstance(kind, StateValue | StatefulObject) for name in kind.kept
         ]
+        self.taken = {kind.prefix: kind.taken for kind, _ in self._saved if isinstance(kind, StatefulObject)}
         return {kind.prefix: kind.value for kind in values}
 
     def _read_files(

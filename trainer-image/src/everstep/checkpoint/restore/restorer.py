@@ -137,6 +137,7 @@ class Restorer:
         self._retry = Retry(tries=5, first=0.5, longest=5.0, sleep=self._wait)
         self._manifest: Manifest | None = None  # of this try, on a node's leader
         self.newest_seen: Key | None = None  # see Proposal.newest
+        self.taken: dict[str, Any] = {}  # see Loading
 
     def restore(self) -> Restored:
         """Load the newest checkpoint that is good on all ranks, of those that the options mean.
@@ -224,6 +225,7 @@ class Restorer:
             tiers = self._together(lambda: self._read(manifest, chunks, loading, files, reader, cache, peers))
             loaded = self._together(lambda: self._apply(manifest, loading, files, reader, cache), local=True)
             cache.keep(loading.kept)
+            self.taken = loading.taken
         return Restored(
             key.step,
             key,
@@ -256,11 +258,8 @@ class Restorer:
             return None
         name = secrets.token_hex(8)
         if proposal.complete:
-            own = (
-                {claim.node: m for claim, m in _iterate_own_slots(self._memory, key, self._run)}
-                if self._offers(proposal)
-                else {}
-            )
+            slots = _iterate_own_slots(self._memory, key, self._run) if self._offers(proposal) else ()
+            own = {claim.node: manifest for claim, manifest in slots}
             every = range(len(proposal.shares))
             self._manifest = merge_node_manifests(
                 [own[number] if number in own else peers.manifest(number) for number in every]

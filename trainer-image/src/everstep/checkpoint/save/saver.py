@@ -186,13 +186,13 @@ class How:
     allow_pickle: bool
 
 
-def check_values(objects: Mapping[str, object], topology: Topology, how: How) -> None:
-    """See that all of a state can be saved, so that it is known before hours were trained. Claims and plans nothing.
+def check_values(objects: Mapping[str, object], topology: Topology, how: How) -> Flat:
+    """See that all of a state can be saved, before hours were trained, and return it. Claims and plans nothing.
 
     Raises:
         CheckpointError: A value of this rank has a type that no checkpoint holds.
     """
-    flatten_objects(objects, rank=topology.rank, step=None, allow_pickle=how.allow_pickle)
+    return flatten_objects(objects, rank=topology.rank, step=None, allow_pickle=how.allow_pickle)
 
 
 def check_start(
@@ -242,7 +242,7 @@ class Saver:
         self._slots = Slots(node.directory)
         self._how = how
         self._plan: WritePlan | None = None
-        self._bulk: frozenset[str] = frozenset()  # names of what was planned for bytes of arrays
+        self._bulk: frozenset[str] = frozenset()  # names of what was planned for bytes of arrays, or left out then
         self._layout = ""
         self._staging: Staging | None = None
         self._snapshots: Snapshots | None = None
@@ -423,7 +423,7 @@ class Saver:
         steady = of_optimizers(self._objects, rank=topology.rank)
         # Only now: where there is no room for the new plan, all that belongs to the old one stays as it was.
         self.close()
-        self._plan, self._layout, self._bulk = plan, layout, frozenset(found[0].bulk)
+        self._plan, self._layout, self._bulk = plan, layout, found[0].left_out.union(found[0].bulk)
         self._staging = choose_staging(list(found[0].tensors.values()))
         self._snapshots = Snapshots(
             self._slots, plan, topology, self._how.checksum, self._staging, steady, self._node.config.slots

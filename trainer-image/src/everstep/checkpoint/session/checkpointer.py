@@ -168,14 +168,15 @@ class Checkpointer:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
         everything = add_generators(objects)
 
-        def check() -> RestoreOptions:
-            check_values(everything, self._topology, self._how)
-            self._received = ReceivedLeaves(everything, self._group, self._how.allow_pickle)
-            return RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle, frozenset({GENERATORS}))
+        def check() -> tuple[RestoreOptions, ReceivedLeaves]:
+            held = self._received.leave_out(check_values(everything, self._topology, self._how))
+            pickles = self._how.allow_pickle
+            received = ReceivedLeaves(everything, self._group, held, allow_pickle=pickles)
+            return RestoreOptions(step, strict, rename, Casts(cast), pickles, frozenset({GENERATORS})), received
 
         with self._arrivals.naming_absent("restore()"):
             check_source_ranks(everything, self._group)
-            options = self._group.run_on_all_ranks(check)
+            options, received = self._group.run_on_all_ranks(check)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
         with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
             restorer = Restorer(
@@ -191,8 +192,8 @@ class Checkpointer:
                 options=options,
             )
             restored = restorer.restore()
-        self._received.find()
-        self._has_restored = True
+        received.find(restorer.taken)
+        self._received, self._has_restored = received, True
         self._seen = claiming.LastSeen(restorer.newest_seen, restored.key)
         self._metrics.fell_back += len(restored.fell_back)
         figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}

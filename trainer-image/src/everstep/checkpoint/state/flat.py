@@ -68,11 +68,14 @@ class Flat:
 
         Args:
             planned: The signature that the plan was made for.
-            bulk: Names of its tensors that were bytes of arrays then.
+            bulk: Names of its tensors that were bytes of arrays then, and of what was left out.
             sign: Makes a signature of tensors.
         """
         now = sign({name: self.tensors[name] for name in self.bulk})
         others = {name for name in self.bulk if now[name] != planned.get(name)}
+        # Another rank saves such an array as was planned: as a value, this rank's would contradict it.
+        if any(name in bulk and name not in planned for name in others):
+            return self
         gone = {name for name in bulk if name not in self.bulk or name in others} & planned.keys()
         if any(self.tensors[name].nbytes > _LARGEST_UNPLANNED for name in others):
             return self

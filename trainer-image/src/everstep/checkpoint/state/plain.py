@@ -42,6 +42,9 @@ class StatefulObject:
 
     A gradient scaler that was disabled when it was saved has no state: one that is enabled now stays as the script made
     it, and `kept` names it.
+
+    Attributes:
+        taken: After load(), the state that the object was given, in containers of its own; None where none was.
     """
 
     exclusive = False  # its state may have other names in the next step, so what is saved decides
@@ -52,6 +55,7 @@ class StatefulObject:
         self._step = step
         self._live: Any = {}
         self.kept: list[str] = []
+        self.taken: Any = None
 
     @property
     def inner(self) -> Stateful:
@@ -109,7 +113,9 @@ class StatefulObject:
         if is_instance(self._inner, *_SCALER) and not state:
             self.kept = [self.prefix] if self._inner.state_dict() else []
             return
-        self._inner.load_state_dict(share_objects(state, (saved.description or {}).get("aliases", ())))
+        state = share_objects(state, (saved.description or {}).get("aliases", ()))
+        self.taken = with_types_of(state, state, is_ordered=True)  # an object may pop keys of what it is given
+        self._inner.load_state_dict(state)
         if is_loader(self._inner):
             set_epochs(self._inner, (saved.description or {}).get(_EPOCHS, {}))
             begin_loader(self._inner, self.prefix)

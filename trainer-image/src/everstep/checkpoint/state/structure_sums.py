@@ -48,8 +48,8 @@ def describe_structures(flat: Flat, own: str) -> dict[str, str]:
         if not name.startswith(own):
             is_empty = tensor.numel() > 0 and get_local_tensor(tensor).numel() == 0
             leaves[object_of(name)].append(f"{name}%" if is_empty else name)
-    for name in flat.left_out:  # the words are of these too
-        leaves[object_of(name)].append(name)
+    for name in flat.left_out:  # rank 0 saves these alone, and says how they are built
+        leaves[object_of(name)].append(f"{name}%elsewhere")
     found = {}
     for each, values in described.items():
         for name, structure, among in _list_structures(each, values, leaves[each]):
