@@ -114,7 +114,9 @@ def test_a_rank_of_two_nodes_or_of_none_is_refused() -> None:
 
 
 def test_the_first_node_says_how_an_object_is_built_in_whatever_order_they_come() -> None:
-    said = [{"s.%kind": {"dict": [["is", "value"], ["aliases", [[[first], ["last"]]]]]}} for first in ("best", "next")]
+    said: list[dict[str, object]] = [
+        {"s.%kind": {"dict": [["is", "value"], ["aliases", [[[first], ["last"]]]]]}} for first in ("best", "next")
+    ]
     nodes = [replace(each, values=values) for each, values in zip((LOWER, UPPER), said, strict=True)]
     assert merged(*nodes).values == merge_node_manifests(nodes).values == said[0]
 
