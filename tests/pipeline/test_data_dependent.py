@@ -140,3 +140,16 @@ def test_a_number_that_a_module_returns_may_be_another_in_evaluation() -> None:
     for each in (model, *(part.module for part in stages)):
         each.eval()
     assert torch.equal(run_stages(stages, X), model(**X))
+
+
+def test_a_module_that_gives_a_shape_runs_as_it_is() -> None:
+    class Shaping(Net):
+        def forward(self, x: Any) -> Any:
+            y, shape = self.between(self.one(x))
+            return self.two(y) / shape[-1] + shape[0]
+
+    model = Shaping(Block(lambda x: (x.tanh(), x.shape)))
+    stages = split_model(trace_model(model, X), {"two": 1})
+    for samples in (3, 5):
+        x = torch.randn(samples, 4)
+        assert torch.equal(run_stages(stages, {"x": x}), model(x))

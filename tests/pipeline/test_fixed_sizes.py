@@ -235,6 +235,39 @@ def test_a_length_is_not_taken_for_the_features_that_it_equals_in_the_example(is
             torch.testing.assert_close(run_stages(stages, given), model(**given))
 
 
+class Asking(nn.Module):  # type: ignore[misc]
+    """Blocks that all choose by the length, the later ones by what follows from the choices before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Model(self.choose(least), is_inside=False) for least in (4, 4, 3))
+
+    @staticmethod
+    def choose(least: int) -> Code:
+        return lambda x: torch.tanh(x) if x.shape[1] >= least else x
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_choice_that_an_earlier_module_has_made_too_is_not_taken_for_the_examples() -> None:
+    model = Asking()
+    found = trace_model(model, made(6))
+    names, refused = [node.name for node in found.graph.nodes], list[int]()
+    for place in range(1, len(names)):
+        stages = split_model(found, {name: int(at >= place) for at, name in enumerate(names)})
+        for length in (6, 5, 3, 2):
+            try:
+                computed = run_stages(stages, {"x": made(length)})
+            except PipelineError:
+                refused.append(length)
+            else:
+                torch.testing.assert_close(computed, model(made(length)))
+    assert {*refused} == {2, 3}
+
+
 class Towers(nn.Module):  # type: ignore[misc]
     """Two arguments, of each of which another stage makes a mean, and a choice by both lengths."""
 

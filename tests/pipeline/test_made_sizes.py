@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
 from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from tests.pipeline.small_nets import Block, Net  # noqa: E402
@@ -149,3 +150,134 @@ def test_a_size_that_only_one_kind_of_input_has_is_known() -> None:
     for stages in iterate_stages(model, {"x": torch.randn(3, 4, 4)}):
         inputs = {"x": torch.randn(2, 7, 4)}
         assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(64, 128), (64, 48), (7, 14), (2, 2)])
+def test_what_is_padded_to_a_multiple_is_not_taken_for_the_length_or_a_number_that_it_is_in_the_example(
+    multiple: int, length: int
+) -> None:
+    class Model(Net):
+        def forward(self, x: Any) -> Any:
+            y = self.between(self.one(x))
+            return self.two(y.sum(1) / y.shape[1])
+
+    model = Model(Block(lambda x: flip(nn.functional.pad(x, (0, 0, 0, -x.shape[1] % multiple)))))
+    for stages in iterate_stages(model, {"x": torch.randn(3, length, 4)}):
+        for other in (length, length + 1, length - 1, 3 * length + 1):
+            inputs = {"x": torch.randn(2, other, 4)}
+            assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+
+
+class Crossing(Net):
+    """A text of one length looks at a part of another one, which is as long in the example."""
+
+    def forward(self, x: Any, text: Any) -> Any:  # type: ignore[override]
+        y, t = self.between(self.one(x)), self.two(text)
+        return nn.functional.scaled_dot_product_attention(t, y, y) / y.shape[1] + t * (x.shape[1] / t.shape[1])
+
+
+@pytest.mark.parametrize(("length", "step"), [(16, 2), (64, 4), (20, 4)])
+def test_a_part_of_a_length_is_not_taken_for_another_length_that_it_equals_in_the_example(
+    length: int, step: int
+) -> None:
+    model = Crossing(Block(lambda x: flip(x[:, ::step])))
+    example = {"x": torch.randn(3, length, 4), "text": torch.randn(3, length // step, 4)}
+    for stages in iterate_stages(model, example):
+        for one, other in ((9, 3), (20, 5), (5, 7)):
+            inputs = {"x": torch.randn(2, one, 4), "text": torch.randn(2, other, 4)}
+            assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+
+
+GOING_BY: dict[str, Any] = {
+    "a choice": lambda y, x: (y.tanh() if y.shape[1] < 4 else y).mean(1),
+    "a choice by an argument": lambda y, x: (y.tanh() if y.shape[1] * 2 == x.shape[1] else y).mean(1),
+    "a root": lambda y, x: y.sum(1) / math.sqrt(y.shape[1]),
+    "a number": lambda y, x: y.sum(1) / int(y.shape[1]),
+    "a loop": lambda y, x: sum(y[:, place] * place for place in range(y.shape[1])),
+    "words": lambda y, x: sum(each * place for place, each in enumerate(y.unbind(1))),
+    "parts": lambda y, x: sum(each.softmax(1).cumsum(1).mean(1) for each in y.split(2, 1)),
+    "a slice": lambda y, x: y[:, :4].sum(1) / y[:, :4].shape[1],
+    "the last words": lambda y, x: y[:, -3:].sum(1) / y[:, -3:].shape[1],
+}
+
+
+class GoingBy(Net):
+    def __init__(self, code: Any) -> None:
+        super().__init__(Block(lambda x: flip(x[:, ::2])))
+        self.code = code
+
+    def forward(self, x: Any) -> Any:
+        return self.two(self.code(self.between(self.one(x)), x))
+
+
+@pytest.mark.parametrize("how", list(GOING_BY))
+def test_code_that_goes_by_such_a_length_is_refused_where_it_would_do_something_else(how: str) -> None:
+    model = GoingBy(GOING_BY[how])
+    refused = []
+    for stages in iterate_stages(model, {"x": torch.randn(3, 6, 4)}):
+        for length in (6, 5, 20, 3):
+            inputs = {"x": torch.randn(2, length, 4)}
+            try:
+                computed = run_stages(stages, inputs)
+            except PipelineError:
+                refused.append(length)
+            else:
+                assert torch.allclose(computed, model(**inputs))
+    assert refused
+    assert 6 not in refused
+
+
+def test_any_such_length_is_taken_where_the_same_is_computed() -> None:
+    model = GoingBy(lambda y, x: y[:, :5].mean(1) + torch.cat(y.chunk(2, 1), 1).mean(1))
+    for stages in iterate_stages(model, {"x": torch.randn(3, 8, 4)}):
+        for length in (5, 20, 8):
+            inputs = {"x": torch.randn(2, length, 4)}
+            assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+
+
+class Telling(nn.Module):  # type: ignore[misc]
+    """Gives no tensor that shows the length, beside a number or positions."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__()
+        self.part, self.layer, self.told = Block(lambda x: flip(x[:, ::2])), nn.Linear(4, 4), told
+
+    def forward(self, x: Any) -> Any:
+        y = self.part(x)
+        return self.layer(y).mean(1), self.told(y)
+
+
+class Hearing(Net):
+    def forward(self, x: Any) -> Any:
+        y, told = self.between(self.one(x))
+        return self.two(y) / (told if isinstance(told, torch.Tensor | int | torch.SymInt) else told[1])
+
+
+@pytest.mark.parametrize(
+    "told", [lambda y: y.shape[1], lambda y: y.shape, lambda y: torch.arange(y.shape[1]).sum() + 1]
+)
+def test_a_length_that_only_a_number_tells_is_known_in_any_stage(told: Any) -> None:
+    model = Hearing(Telling(told))
+    for stages in iterate_stages(model, {"x": torch.randn(3, 9, 4)}):
+        for length in (9, 5, 20):
+            inputs = {"x": torch.randn(2, length, 4)}
+            assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+
+
+class Noisy(nn.Module):  # type: ignore[misc]
+    """Draws, so that it is never cut, and has a module inside that depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.layer = Block(lambda x: flip(x[:, ::2])), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(self.part(x)) + torch.rand(()) * 0
+
+
+def test_a_length_from_inside_a_module_that_is_never_cut_is_known_in_any_stage() -> None:
+    model = Averaging(Noisy())
+    for stages in iterate_stages(model, {"x": torch.randn(3, 9, 4)}):
+        for length in (9, 5, 20):
+            inputs = {"x": torch.randn(2, length, 4)}
+            assert torch.allclose(run_stages(stages, inputs), model(**inputs))

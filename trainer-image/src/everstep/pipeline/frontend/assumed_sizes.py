@@ -19,23 +19,28 @@ from everstep.pipeline.frontend.sizes import evaluate_size, is_broken, symbols_o
 
 _LARGEST = 1 << 20
 
-RecordWith = Callable[[Mapping[SizePlace, int]], ForwardRecord]
+RecordWith = Callable[[Mapping[SizePlace, int], Mapping[int, int]], ForwardRecord]
 
 
-def find_assumptions(record: ForwardRecord, opened: Collection[str], record_with: RecordWith) -> tuple[Assumption, ...]:
-    """Find what was assumed of sizes and changes what the stages do.
+def find_assumptions(
+    record: ForwardRecord, opened: Collection[str], record_with: RecordWith
+) -> tuple[tuple[Assumption, ...], tuple[Any, ...]]:
+    """Find what was assumed of sizes and changes what the stages do: of those of arguments, and conditions in which
+    there are some that only modules know.
 
     Args:
         record: Of the model with the example.
         opened: The paths of the modules whose code a cut may open.
-        record_with: Records the model with other sizes of its arguments.
+        record_with: Records the model with other sizes of its arguments, and of what only modules know the size of, by
+            its number in `Sizes.made`.
     """
     inside = [each for call in record.root.all_calls() if call.path not in opened for each in call.conditions]
     tried: dict[frozenset[Any], bool] = {}
-    found = []
+    found, of_made = list[Assumption](), list[Any]()
+    known = {*record.symbols, *record.sizes.made}
     for condition in dict.fromkeys([*record.sizes.assumed, *inside]):
         symbols = sorted(symbols_of([condition]), key=str)
-        if not symbols or any(symbol not in record.symbols for symbol in symbols):
+        if not symbols or any(symbol not in known for symbol in symbols):
             continue  # of the samples, which are cut in any case
         others = _break(condition, symbols, record)
         if not others:
@@ -43,9 +48,11 @@ def find_assumptions(record: ForwardRecord, opened: Collection[str], record_with
         key = frozenset(others.items())
         if key not in tried:
             tried[key] = _is_other(record, opened, record_with, others)
-        if tried[key]:
+        if tried[key] and record.symbols.keys() >= set(symbols):
             found.append(Assumption(condition, tuple((symbol, record.symbols[symbol]) for symbol in symbols)))
-    return tuple(found)
+        elif tried[key]:
+            of_made.append(condition)
+    return tuple(found), tuple(of_made)
 
 
 def _break(condition: Any, symbols: Collection[Any], record: ForwardRecord) -> dict[Any, int]:
@@ -56,7 +63,8 @@ def _break(condition: Any, symbols: Collection[Any], record: ForwardRecord) -> d
     hints = record.sizes.hints(record.sizes.hint)
     for symbol in symbols:
         now = record.sizes.simplify(symbol)
-        alike = [each for each in record.symbols if record.sizes.simplify(each) == now]
+        alike = [each for each in (*record.symbols, *record.sizes.made) if record.sizes.simplify(each) == now]
+        alike = [symbol] if isinstance(now, int) and symbol in record.sizes.made else alike
 
         def holds(size: int, alike: Collection[Any] = alike) -> bool:
             return not is_broken(condition, {**hints, **dict.fromkeys(alike, size)})
@@ -81,13 +89,16 @@ def _is_other(
     """Tell whether a trace with other sizes does something else, as far as that is known."""
 
     def compare(sizes: Mapping[Any, int]) -> bool:
-        second = record_with({record.symbols[symbol]: size for symbol, size in sizes.items()})
+        places = {record.symbols[symbol]: size for symbol, size in sizes.items() if symbol in record.symbols}
+        made = {number: sizes[symbol] for number, symbol in enumerate(record.sizes.made) if symbol in sizes}
+        second = record_with(places, made)
         return _Comparison(record, second, opened, sizes).is_same()
 
     try:
         return not compare(others) and compare({})  # what differs each time shows nothing
     except Exception:
-        return False  # the model does not take these sizes in one process either
+        # The model does not take these sizes in one process either; of those that modules make it may not look so.
+        return any(symbol in record.sizes.made for symbol in others)
 
 
 class _Differ(Exception):

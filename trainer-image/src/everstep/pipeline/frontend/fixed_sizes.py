@@ -46,11 +46,12 @@ class Assumption:
 @dataclass(frozen=True)
 class FixedSizes:
     """The sizes that are fixed. `numbers`: dimensions that have one size; `pairs`: those that have equal sizes;
-    `assumptions`: what holds of others."""
+    `assumptions`: what holds of others; `made`: conditions with sizes that only modules know."""
 
     numbers: tuple[tuple[SizePlace, int], ...] = ()
     pairs: tuple[tuple[SizePlace, SizePlace], ...] = ()
     assumptions: tuple[Assumption, ...] = ()
+    made: tuple[Any, ...] = ()
 
     def without(self, number: int) -> FixedSizes:
         """Return the rest, where any other is as right as this number."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -47,14 +49,16 @@ def infer_outputs(
         ((one, one_spec), changed), ((other, other_spec), _) = runs
         if one_spec != other_spec:
             raise Failed("the structure of its result depends on the data")
-        rule = _SizeRule(sizes)
-        for varied in _vary_sizes(shapes, hints[0], sizes):
-            with contextlib.suppress(Failed):
-                third, third_spec = pytree.tree_flatten(_run_on_random_numbers(own, leaves, spec, shapes, varied)[2])
-                if third_spec == one_spec and list(map(_count_dims, third)) == list(map(_count_dims, one)):
-                    rule.varied = list(map(_get_shape, third))
-                    break
-        rule.learn(leaves, shapes, hints[0], None if rule.varied is None else varied)
+        rule, known = _SizeRule(sizes), list[Mapping[Any, int]]()
+        for is_larger in (False, True):
+            for varied in _vary_sizes(shapes, hints[0], sizes, is_larger=is_larger):
+                with contextlib.suppress(Failed):
+                    third, own_spec = pytree.tree_flatten(_run_on_random_numbers(own, leaves, spec, shapes, varied)[2])
+                    if own_spec == one_spec and list(map(_count_dims, third)) == list(map(_count_dims, one)):
+                        rule.varied.append(list(map(_get_shape, third)))
+                        known.append(varied)
+                        break
+        rule.learn(leaves, shapes, [hints[0], *known])
         rule.others = list(_list_other_shapes(own, leaves, spec, shapes, hints[0], one_spec))
     result = [_generalise(place, a, b, rule, fake, device) for place, (a, b) in enumerate(zip(one, other, strict=True))]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -66,7 +70,8 @@ def _run_on_random_numbers(
 ) -> tuple[list[Any], list[int], Any]:
     """Return what the module was given, the versions of that before it ran, and its result."""
     failed: Exception | None = None
-    for whole in list_whole_numbers([evaluate_size(size, hints) for size in shape or ()] for shape in shapes):
+    tried = list_whole_numbers([evaluate_size(size, hints) for size in shape or ()] for shape in shapes)
+    for whole in tried if _list_counted(leaves) else tried[:1]:
         try:
             return _run_with(module, leaves, spec, shapes, hints, whole)
         except Failed:
@@ -93,7 +98,7 @@ def _list_other_shapes(
     module: nn.Module, leaves: list[Any], spec: Any, shapes: list[Any], hints: dict[Any, int], structure: Any
 ) -> Iterator[list[tuple[int, ...]]]:
     """The shapes of the result where whole numbers and masks are others, as the lengths of texts."""
-    counted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not _has_fractions(leaf)]
+    counted = _list_counted(leaves)
     tried = list_whole_numbers([evaluate_size(size, hints) for size in shape or ()] for shape in shapes)
     # On a processor alone: elsewhere an index that is too large ends all that the process does there.
     if counted and all(leaf.device.type == "cpu" for leaf in counted):
@@ -102,6 +107,11 @@ def _list_other_shapes(
                 found, own = pytree.tree_flatten(_run_with(module, leaves, spec, shapes, hints, whole)[2])
                 if own == structure:
                     yield list(map(_get_shape, found))
+
+
+def _list_counted(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors of whole numbers, and masks."""
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not _has_fractions(leaf)]
 
 
 def _has_fractions(leaf: Any) -> bool:
@@ -163,71 +173,83 @@ def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int], whole: int) 
     return torch.full(concrete, whole, dtype=leaf.dtype, device=leaf.device)
 
 
-def _vary_sizes(shapes: Iterable[Any], hints: Mapping[Any, int], sizes: Sizes) -> Iterator[dict[Any, int]]:
+def _vary_sizes(
+    shapes: Iterable[Any], hints: Mapping[Any, int], sizes: Sizes, *, is_larger: bool
+) -> Iterator[dict[Any, int]]:
     """Other values of the symbols, no two of which become the same number: about half of what they are, which no table
-    is too short for, or more. Of all symbols, or, where a module does not take that, of all but one, or of one."""
+    is too short for, or more. Of all symbols, or, where a module does not take that, of all but one, or of one.
+
+    None has a divisor in common with what it was, so that what is padded to a multiple is seen to be; and each becomes
+    smaller or larger by another factor, so that a part of one is not taken for another one that is as large.
+    """
     symbols = sorted(symbols_of(size for shape in shapes for size in shape or ()) - {sizes.batch}, key=str)
     choices = [symbols, *([each for each in symbols if each != one] for one in symbols), *([one] for one in symbols)]
     for chosen in {tuple(each): each for each in choices if each}.values():
-        for is_half in (True, False):
-            taken, varied = set(hints.values()), dict(hints)
-            for symbol in chosen:
-                size, step = (hints[symbol] // 2, -1) if is_half and hints[symbol] > 1 else (hints[symbol] * 2, 1)
-                while size in taken and size > 1:
-                    size += step
-                varied[symbol] = size
-                taken.add(size)
-            yield {symbol: evaluate_size(sizes.simplify(symbol), varied) for symbol in hints}
+        for are_apart in (True, False):  # or those together that are as large, as a text and its mask
+            taken, varied, alike = set(hints.values()), dict(hints), dict[Any, int]()
+            for number, symbol in enumerate(chosen):
+                factor = 2 + number % 4 / 4 if is_larger else 1 / 2 + number % 4 / 8
+                key = symbol if are_apart else hints[symbol]
+                varied[symbol] = alike.setdefault(key, _choose_size(hints[symbol], factor, taken))
+                taken.add(varied[symbol])
+            if are_apart or len(alike) < len(chosen):
+                yield {symbol: evaluate_size(sizes.simplify(symbol), varied) for symbol in hints}
+
+
+def _choose_size(size: int, factor: float, taken: Collection[int]) -> int:
+    """Return the size nearest to this many times `size` that is not taken and has no divisor in common with it."""
+    around = int(size * factor)
+    near = (each for distance in itertools.count() for each in (around + distance, around - distance))
+    return next(each for each in near if each > 0 and each != size and each not in taken and math.gcd(each, size) == 1)
 
 
 @dataclass
 class _SizeRule:
     """A rule for the sizes of the result: each is a number, or a size that was given and may change, or one that only
-    the module knows. A run in which all sizes that were given were others tells them apart.
+    the module knows. Runs in which all sizes that were given were others tell them apart.
 
     Attributes:
         sizes: The symbols of the trace.
-        varied: The shapes of the result in that run; None if there was none.
+        varied: The shapes of the result in such runs.
         others: Those in runs with other whole numbers.
     """
 
     sizes: Sizes
-    varied: list[tuple[int, ...]] | None = None
+    varied: list[list[tuple[int, ...]]] = field(default_factory=list)
     others: list[list[tuple[int, ...]]] = field(default_factory=list)
-    _symbols: dict[tuple[int, int | None], Any] = field(default_factory=dict)
+    _symbols: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
-    def learn(
-        self, leaves: Iterable[Any], shapes: Iterable[Any], hints: Mapping[Any, int], varied: Mapping[Any, int] | None
-    ) -> None:
-        """Learn the sizes of what was given that may change, by what they were in the first run and in the other."""
+    def learn(self, leaves: Iterable[Any], shapes: Iterable[Any], runs: Sequence[Mapping[Any, int]]) -> None:
+        """Learn the sizes of what was given that may change, by what they were in the first run and in the others."""
         for leaf, shape in zip(leaves, shapes, strict=True):
             for size, symbolic in zip(leaf.shape, shape, strict=True) if shape is not None else ():
                 # What the number of samples does not change is none of them, though it may be as large in one run.
                 of_samples = self.sizes.batch in symbols_of([symbolic])
                 if isinstance(size, torch.SymInt) and not isinstance(symbolic, int) and not of_samples:
-                    other = None if varied is None else int(evaluate_size(symbolic, varied))
-                    self._symbols.setdefault((int(evaluate_size(symbolic, hints)), other), size)
+                    found = tuple(int(evaluate_size(symbolic, each)) for each in runs)
+                    self._symbols.setdefault(found, size)
 
     def find(self, place: int, dim: int, small: int, large: int) -> Any:
         """Return the size of a dimension of a tensor of the result, of which there are two for two numbers of
         samples."""
         per_sample = large - small
         rest = small - _SAMPLES[0] * per_sample
-        other = None if self.varied is None else self.varied[place][dim]
+        sizes = (small, *(shapes[place][dim] for shapes in self.varied))
         if not per_sample:
             found = {small, *(shapes[place][dim] for shapes in self.others if len(shapes[place]) > dim)}
             if len(found) > 1 and self.sizes.guesses:
                 # No size that was given is as large, or what depends on it would be taken for what depends on that.
                 return self.sizes.made_symbol(max(max(found) - 1, 2), is_guessed=True)
-            if other not in (None, small) and (small, other) not in self._symbols:
-                return self.sizes.made_symbol(small)
-            return self._name(small, other)
-        if other is not None and (other - rest) % _SAMPLES[0] == 0:
-            per_sample = self._name(per_sample, (other - rest) // _SAMPLES[0])
+            if len(set(sizes)) > 1 and sizes not in self._symbols and (small > 1 or self.sizes.guesses):
+                # A tensor that has a dimension of size 1 has none that may change.
+                return self.sizes.made_symbol(max(small, 2), is_guessed=small < 2)
+            return self._name(sizes)
+        if self.varied and not any((size - rest) % _SAMPLES[0] for size in sizes):
+            per_sample = self._name(tuple((size - rest) // _SAMPLES[0] for size in sizes))
         return self.sizes.batch_size * per_sample + rest
 
-    def _name(self, size: int, other: int | None) -> Any:
-        return size if size == other else self._symbols.get((size, other), size)
+    def _name(self, sizes: tuple[int, ...]) -> Any:
+        return sizes[0] if self.varied and len(set(sizes)) == 1 else self._symbols.get(sizes, sizes[0])
 
 
 def _generalise(place: int, one: Any, other: Any, rule: _SizeRule, fake: Any, device: Any) -> Any:

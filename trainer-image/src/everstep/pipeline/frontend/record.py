@@ -157,6 +157,7 @@ class ForwardRecord:
     replaced: set[str] = field(default_factory=set)  # buffers in whose place another tensor is put
     lasting: set[int] = field(default_factory=set)  # memory that was there before
     symbols: dict[Any, SizePlace] = field(default_factory=dict)  # where each size of the arguments is
+    made: dict[Any, list[tuple[int, int]]] = field(default_factory=dict)  # values and dimensions of `sizes.made`
     reads: dict[Key, AttributeRead] = field(default_factory=dict)  # attributes of modules
     left: set[Key] = field(default_factory=set)  # attributes that hold something else afterwards
 

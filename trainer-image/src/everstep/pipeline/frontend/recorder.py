@@ -123,6 +123,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.attributes.settle()
         self.record.reads, self.record.left = self.attributes.found, self.attributes.left
         self.record.values = [self._describe(tensor) for tensor in self._made]
+        self.record.made = self.sizes.find_made_places(self._made)
         for found in self.record.arguments.values():
             for path, tensor in found.items():
                 found[path] = self._describe(tensor)

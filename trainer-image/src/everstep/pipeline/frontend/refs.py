@@ -210,7 +210,9 @@ def compile_result_binder(
 
     def put(result: Any, frame: Frame) -> None:
         given, own = pytree.tree_flatten(result)
-        if own != structure:  # also where keys are others, or in another order: values are told apart by their places
+        # Also where keys are others, or in another order: values are told apart by their places. Made again as the
+        # template was, since a torch.Size is a tuple then.
+        if own != structure and pytree.tree_structure(pytree.tree_unflatten(given, own)) != structure:
             both = (own, structure) if len(given) == len(leaves) else None
             now, before = map(_show_structure, both) if both else (f"{len(given)} values", str(len(leaves)))
             raise _make_result_error(name, now, before)

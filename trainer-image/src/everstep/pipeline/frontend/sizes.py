@@ -39,26 +39,44 @@ class _Env(ShapeEnv):  # type: ignore[misc]  # torch is not where types are chec
     """An environment that does not look for the line of code that a symbol comes from, which nobody is shown: to tell
     that line from its own, torch would import the whole of torch.export, a second of processor time."""
 
+    asked: list[Any]
+
     def _get_user_frame(self) -> None:
         return None
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as torch does, and keep in `asked` what was known already, of which there is no guard: each module
+        asks for itself, and another stage may have asked before."""
+        before = len(self.guards)
+        found = super().evaluate_expr(orig_expr, *args, **kwargs)
+        if len(self.guards) == before and getattr(orig_expr, "free_symbols", None):
+            is_condition = isinstance(found, bool) or getattr(found, "is_Boolean", False)
+            holds = orig_expr if found else sympy.Not(orig_expr)
+            self.asked.append(holds if is_condition else sympy.Eq(orig_expr, found))
+        return found
 
 
 class Sizes:
     """The symbols of one trace. `batch`: that of the samples; its value while tracing is a prime that nothing else has,
-    so that no code takes another size for it. `made`: of sizes that only the module which makes a tensor knows;
-    `guessed`: those that depend on data, and are none without `guesses`."""
+    so that no code takes another size for it. `made`: of sizes that only the module which makes a tensor knows, in the
+    order in which they came up, with `made_hints` for values where they are to be others; `guessed`: those that depend
+    on data, and are none without `guesses`."""
 
-    def __init__(self, taken: Iterable[int], *, guesses: bool = True) -> None:
+    def __init__(
+        self, taken: Iterable[int], *, guesses: bool = True, made_hints: Mapping[int, int] | None = None
+    ) -> None:
         self.env = _Env(
             allow_scalar_outputs=False,
             allow_dynamic_output_shape_ops=False,
             specialize_zero_one=False,
             duck_shape=False,
         )
+        self.env.asked = []
         others = set(taken)
         self.hint = next(prime for prime in sympy.primerange(7, 10_000) if prime not in others)
         self._count = 0
-        self.guesses, self.made, self.guessed = guesses, set[Any](), set[Any]()
+        self.guesses, self.made, self.guessed = guesses, list[Any](), set[Any]()
+        self._made_hints = made_hints or {}
         self.assumed: list[Any] = []  # by torch itself, where it decides on the sizes or the number of results
         self.batch_size = self.symbol(self.hint)
         self.batch = self.batch_size.node.expr
@@ -75,8 +93,8 @@ class Sizes:
 
     def made_symbol(self, hint: int, *, is_guessed: bool = False) -> Any:
         """A new torch.SymInt for a size that only the module which makes a tensor knows."""
-        found = self.symbol(hint)
-        self.made.add(found.node.expr)
+        found = self.symbol(self._made_hints.get(len(self.made), hint))
+        self.made.append(found.node.expr)
         if is_guessed:
             self.guessed.add(found.node.expr)
         return found
@@ -99,12 +117,22 @@ class Sizes:
             given: The tensors that it was given.
         """
         found = [guard.expr for guard in self.env.guards[self._seen :]]
-        self._seen = len(self.env.guards)
+        self._seen, asked, self.env.asked = len(self.env.guards), self.env.asked, []
         if name in _SQUEEZING:  # others may have assumed the same before
             sizes = [size.node.expr for size in given[0].shape if isinstance(size, torch.SymInt)]
             self.assumed += [sympy.Ne(size, 1) for size in sizes]
         elif name in _SHAPING or "_pool" in name:
             self.assumed += found
+        return found if name else list(dict.fromkeys([*found, *asked]))
+
+    def find_made_places(self, tensors: Iterable[Any]) -> dict[Any, list[tuple[int, int]]]:
+        """Return where the sizes in `made` are, those too that have become others since: numbers of tensors, and of
+        dimensions."""
+        found: dict[Any, list[tuple[int, int]]] = {}
+        for index, tensor in enumerate(tensors if self.made else ()):
+            for dim, size in enumerate(tensor.shape):
+                if isinstance(size, torch.SymInt) and size.node._expr in self.made:
+                    found.setdefault(size.node._expr, []).append((index, dim))
         return found
 
     def batch_is_fixed(self) -> bool:

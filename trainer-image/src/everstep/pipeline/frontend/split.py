@@ -10,12 +10,12 @@ from typing import Any
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
 from everstep.pipeline.frontend.attributes import FixedAttributes, select_attributes
+from everstep.pipeline.frontend.made_conditions import GIVEN, MadeConditions, share_made_conditions
 from everstep.pipeline.frontend.record import Call, Op, iterate_made_values, iterate_parts
 from everstep.pipeline.frontend.recorder import HOOKS
 from everstep.pipeline.frontend.refs import (
     Argument,
     Constant,
-    Frame,
     Here,
     Maker,
     Ref,
@@ -31,7 +31,19 @@ from everstep.pipeline.frontend.refs import (
 )
 from everstep.pipeline.frontend.sizes import are_sizes_visible, find_made_places, find_places, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
-from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step, call_unseen, make_context
+from everstep.pipeline.frontend.stages import (
+    INPUT,
+    SizeRules,
+    StageModule,
+    StageUses,
+    Step,
+    call_unseen,
+    draw_with_state,
+    make_context,
+    put_checked,
+    read_argument,
+    register_tensor_hook,
+)
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
@@ -60,6 +72,9 @@ def split_model(model: Traced | Tree, stage_of: Mapping[str, int] | None = None)
     # What nobody uses is in the first stage, so that checkpoints are complete.
     cuts[0].unused = set(model.record.weights).difference(*(cut.find_held_weights() for cut in cuts))
     _watch_conditions(cuts)
+    whole = {call for cut in cuts for item in cut.items if isinstance(item, Call) for call in item.all_calls()}
+    opened = [call for cut in cuts for call in cut.list_opened() if call not in whole]
+    share_made_conditions(model.record, opened, model.sizes.made, [cut.made_conditions for cut in cuts])
     return [cut.build_stage() for cut in cuts]
 
 
@@ -94,6 +109,7 @@ class _Cut:
         self.unused: set[str] = set()  # weights that no stage uses, and that this one keeps
         self.watched: list[Any] = []  # conditions on sizes that no other stage sees
         self.items = self._add_free_operations(list(self._iterate_items(self.record.root, whole=True)))
+        self.made_conditions = MadeConditions(self.record, self.given, self.items)
 
     def build_stage(self) -> StageModule:
         items = self.items
@@ -113,7 +129,7 @@ class _Cut:
         # A condition on sizes that this stage does not see is another's.
         conditions = [each for each in self.list_conditions() if are_sizes_visible(symbols_of([each]) - seen, known)]
         wanted = symbols_of([*(size.expr for size in sizes), *conditions]) - seen
-        keep = set(outputs.values()) | _list_values(result)
+        keep = set(outputs.values()) | _list_values(result) | (more := self.made_conditions).list_values()
         keep |= {place.tensor.index for places in own.values() for place in places}
         steps = [
             self._make_step(item, module, bind, forget, drawing) for item, forget in self._list_forgotten(items, keep)
@@ -125,7 +141,12 @@ class _Cut:
             outputs,
             steps,
             compile_maker(result, bind) if has_output else None,
-            SizeRules(find_places(wanted, known), sizes, conditions, own),
+            SizeRules(
+                [*find_places(wanted, known), *more.places.get(GIVEN, ())],
+                sizes,
+                [*conditions, *more.conditions],
+                {number: [*own.get(number, ()), *more.places.get(number, ())] for number in {*own, *more.places}},
+            ),
             self.model.both,
             StageUses(
                 self._find_changed_arguments().intersection(arguments) | self._find_passed_values(inputs, has_output),
@@ -139,9 +160,13 @@ class _Cut:
 
     def list_conditions(self) -> list[Any]:
         """Return the conditions on sizes of the code that it does a part of, or that is left out everywhere."""
-        opened = [*self.opened, *(call for call in self.record.root.all_calls() if self._is_left_out(call))]
-        found = [self.record.sizes.simplify(each) for call in dict.fromkeys(opened) for each in call.conditions]
+        found = [self.record.sizes.simplify(each) for call in self.list_opened() for each in call.conditions]
         return list(dict.fromkeys(found))
+
+    def list_opened(self) -> list[Call]:
+        """Return the calls that it does a part of, or that are left out everywhere."""
+        left_out = (call for call in self.record.root.all_calls() if self._is_left_out(call))
+        return list(dict.fromkeys([*self.opened, *left_out]))
 
     def filter_visible(self, conditions: Iterable[Any], *, with_arguments: bool = False) -> list[Any]:
         """Return those of which the shapes of what it is given show if they hold, or those of all arguments would."""
@@ -200,7 +225,7 @@ class _Cut:
     def _find_arguments(self, symbols: Iterable[Any]) -> tuple[list[str], dict[Any, Any]]:
         """The arguments that it reads, and the shapes of all that it is given. Where those do not show one of the
         `symbols`, as for positions without a text, it reads an argument that does."""
-        arguments = {name for unit in self.own for name in unit.arguments}
+        arguments = {name for unit in self.own for name in unit.arguments} | self.made_conditions.list_arguments()
         shapes: dict[str, dict[Any, Any]] = {
             name: {Argument(name, path): each.shape for path, each in found.items()}
             for name, found in self.record.arguments.items()
@@ -257,7 +282,17 @@ class _Cut:
         given = _list_values(call.inputs)
         here = self.made | self.given | self.units.free.keys()
         arguments = {ref.name for ref in iterate_references(call.inputs) if isinstance(ref, Argument)}
+        if not self._sees_made_sizes(call.inputs):
+            return False
         return given <= here and arguments <= {name for unit in self.own for name in unit.arguments}
+
+    def _sees_made_sizes(self, template: Template) -> bool:
+        """Tell whether it sees all sizes in a template that only modules know."""
+        sizes = (self.record.sizes.simplify(ref.expr) for ref in iterate_references(template) if isinstance(ref, Size))
+        wanted = symbols_of(sizes).intersection(self.record.sizes.made)
+        shapes = [self.record.values[index].shape for index in self.made | self.given] if wanted else []
+        shapes += [info.shape for found in self.record.arguments.values() for info in found.values()]
+        return wanted.issubset(size for shape in shapes for size in shape)
 
     def _is_left_out(self, call: Call) -> bool:
         """Tell whether a call runs in no stage, as one that has handed on what it was given: it might do otherwise with
@@ -343,15 +378,15 @@ class _Cut:
             if unseen := [each.path for each in item.all_calls() if each.opaque]:
                 func = partial(call_unseen, item.name, func, item.changes if item.opaque else None)
             if fixed := select_attributes(self.model.attributes, unseen):
-                put = partial(_bind_checked, put, FixedAttributes(self.model.model, fixed))
+                put = partial(put_checked, put, FixedAttributes(self.model.model, fixed))
             return Step(
                 item.name, func, item.module, inputs, put, tuple(forget), make_context(item.grad, item.autocast)
             )
         func, put = item.func, compile_binder(item.outputs)
         if item in drawing:
-            func = partial(_bind_random_state, drawing[item], func)
+            func = partial(draw_with_state, drawing[item], func)
         elif func in HOOKS:
-            func = partial(_bind_tensor_hook, func)
+            func = partial(register_tensor_hook, func)
         owner = module.get_submodule(item.owner.path)
         unit = self.units.of.get(item)
         name = unit.name if unit is not None else f"{item.owner.name}:{item.name}"
@@ -365,7 +400,7 @@ class _Cut:
                 case ValueRef(index):
                     return lambda frame: frame.values[index]
                 case Argument(name, path):
-                    return partial(_bind_argument, name, path)
+                    return partial(read_argument, name, path)
                 case Weight(name):
                     held, last = weight_holder(module, name)
                     return lambda frame: held[last]
@@ -411,26 +446,5 @@ def _list_values(template: Template) -> set[int]:
     return {ref.index for ref in iterate_references(template) if isinstance(ref, ValueRef)}
 
 
-def _bind_argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
-    found = frame.arguments[name]
-    for key in path:
-        found = found[key]
-    return found
-
-
-def _bind_checked(put: Callable[[Any, Frame], None], fixed: FixedAttributes, result: Any, frame: Frame) -> None:
-    fixed.check()  # the module may have set them by its data, and code around it has read them in the trace
-    put(result, frame)
-
-
-def _bind_random_state(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return module(func, args, kwargs)
-
-
 def _has_listeners(part: Item) -> bool:
     return isinstance(part, Op) and part.func in HOOKS
-
-
-def _bind_tensor_hook(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    # Where there are no gradients, as in an evaluation or a forward that is done again, there is nothing to hear of.
-    return func(tensor, *args, **kwargs) if tensor.requires_grad else None

@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.refs import Argument, Frame, Maker
 from everstep.pipeline.frontend.sizes import SymbolSource, evaluate_size, solve_sizes, symbols_of
+from everstep.pipeline.frontend.skeleton import Drawing
 
 INPUT = "input:"
 OUTPUT = "output"
@@ -273,3 +275,24 @@ def make_context(
             yield
 
     return around
+
+
+def read_argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
+    found = frame.arguments[name]
+    for key in path:
+        found = found[key]
+    return found
+
+
+def put_checked(put: Callable[[Any, Frame], None], fixed: FixedAttributes, result: Any, frame: Frame) -> None:
+    fixed.check()  # the module may have set them by its data, and code around it has read them in the trace
+    put(result, frame)
+
+
+def draw_with_state(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return module(func, args, kwargs)
+
+
+def register_tensor_hook(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    # Where there are no gradients, as in an evaluation or a forward that is done again, there is nothing to hear of.
+    return func(tensor, *args, **kwargs) if tensor.requires_grad else None

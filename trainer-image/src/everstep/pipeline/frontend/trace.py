@@ -100,7 +100,9 @@ def trace_model(
     known = collect_sizes([*tensors, *model.parameters(), *model.buffers()])
     flags = {module: module.training for module in model.modules()}
 
-    def record_as(mode: bool, arguments: Mapping[str, Any] = arguments) -> ForwardRecord:
+    def record_as(
+        mode: bool, arguments: Mapping[str, Any] = arguments, made_hints: Mapping[int, int] | None = None
+    ) -> ForwardRecord:
         """Record the model as it is, or with all of it in the other mode."""
         if mode != flags[model]:
             # By their flags: a `train` of a model's own may do more, as to merge adapters, which nothing would undo.
@@ -108,7 +110,8 @@ def trace_model(
                 module.training = mode
         try:
             with casting_to(autocast, device.type):
-                return _record_call(model, arguments, call, device, known, unsplit_inputs)
+                new_sizes = partial(Sizes, known, made_hints=made_hints)
+                return _record_call(model, arguments, call, device, new_sizes, unsplit_inputs)
         finally:
             for module, flag in flags.items():
                 module.training = flag
@@ -142,8 +145,10 @@ def trace_model(
                 sizes = sizes.without(number)
     opened = _list_opened_modules(record.root, found)
     mode = record.root.training
-    assumptions = find_assumptions(record, opened, lambda places: record_as(mode, with_sizes(arguments, places)))
-    sizes = replace(sizes, assumptions=assumptions)
+    assumptions, of_made = find_assumptions(
+        record, opened, lambda places, made: record_as(mode, with_sizes(arguments, places), made)
+    )
+    sizes = replace(sizes, assumptions=assumptions, made=of_made)
     return Traced(model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left))
 
 
@@ -172,18 +177,18 @@ def _record_call(
     arguments: Mapping[str, Any],
     call: Any,
     device: torch.device,
-    known: set[int],
+    new_sizes: Callable[..., Sizes],
     unsplit_inputs: Collection[str],
 ) -> ForwardRecord:
     unseen: dict[str, str] = {}
     guesses = True
     while True:
-        recorder = Recorder(model, Sizes(known, guesses=guesses), device, unseen, unsplit_inputs)
+        recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs)
         try:
             with attributes_kept(model), _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
-                again = Recorder(model, Sizes(known, guesses=guesses), device, unseen, unsplit_inputs)
+                again = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs)
                 _refuse_changes(model, recorder, partial(again.run, model, arguments, call))
             sizes = recorder.sizes
             if not sizes.are_fixed_by(sizes.guessed) and sizes.guessed.isdisjoint(

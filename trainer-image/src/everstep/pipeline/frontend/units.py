@@ -75,7 +75,7 @@ def find_units(record: ForwardRecord) -> Units:
     free_ops = set(free.values())
     found = [unit for unit in found if unit.item not in free_ops]
     output = Unit(OUTPUT, None, *_collect_uses(record.root.outputs, record.aliases))
-    _read_made_sizes([*found, output], free, record)
+    _read_made_sizes([*found, output], free, view, record)
     alive = _keep_alive_units(found, output, view, record)
     of = {part: unit for unit in found for part in iterate_parts(unit.item)}
     entangled = _find_entangled_calls(alive, of, record)
@@ -107,6 +107,14 @@ class _View:
         if call not in self._repeatable:
             self._repeatable[call] = self._closed(call)
         return self._repeatable[call]
+
+    def read_by(self, reader: Item | None, index: int) -> None:
+        """Note one more reader of a value; None is the model's output."""
+        self._repeatable.clear()
+        if reader is None:
+            self.output.add(index)
+        else:
+            self.readers[index] += iterate_parts(reader)
 
     def _closed(self, call: Call) -> bool:
         if call.inputs is None or call.outputs is None or call.is_lent:
@@ -197,15 +205,15 @@ def _find_free_operations(record: ForwardRecord, view: _View) -> dict[int, Op]:
     return found
 
 
-def _read_made_sizes(found: list[Unit], free: Mapping[int, Op], record: ForwardRecord) -> None:
+def _read_made_sizes(found: list[Unit], free: Mapping[int, Op], view: _View, record: ForwardRecord) -> None:
     """Let units read a value that shows a size of which they make something, where only the module that makes the value
     knows it and nothing else that they read shows it: positions in texts that a module has cut, which have no text."""
     shown = {size for each in record.arguments.values() for info in each.values() for size in info.shape}
-    makers: dict[Any, int] = {}
-    for index, info in enumerate(record.values):
-        for size in info.shape:
-            if size in record.sizes.made and size not in shown and index not in free:
-                makers.setdefault(size, index)
+    wanted, makers = set(record.sizes.made) - shown, defaultdict[Any, list[int]](list)
+    results = {index for unit in found if wanted for index in _list_results(unit.item)} - free.keys()
+    for index in sorted(results):
+        for size in {*record.values[index].shape} & wanted:
+            makers[size].append(index)
     for unit in found if makers else ():
         waiting, sizes = [record.root.outputs if unit.item is None else unit.item.inputs], set[Any]()
         while waiting:
@@ -215,7 +223,31 @@ def _read_made_sizes(found: list[Unit], free: Mapping[int, Op], record: ForwardR
                 elif isinstance(ref, ValueRef) and ref.index in free:
                     waiting.append(free[ref.index].inputs)
         sizes.difference_update(size for index in unit.reads - free.keys() for size in record.values[index].shape)
-        unit.reads |= {makers[size] for size in sizes & makers.keys()}
+        for size in sizes & makers.keys():
+            before = [each for each in makers[size] if unit.item is None or view.makers[each].at < unit.item.at]
+            if before:
+                index = next((each for each in before if _is_handed_on(each, unit.item, view)), before[0])
+                unit.reads |= {index}
+                view.read_by(unit.item, index)
+
+
+def _list_results(item: Item | None) -> Iterator[int]:
+    """The values of a unit that others can have: of a call, those that it returns."""
+    return iterate_made_values(item) if item is not None else iter(())
+
+
+def _is_handed_on(index: int, reader: Item | None, view: _View) -> bool:
+    """Tell whether all calls around the maker of a value that are not around its reader return it, so that they can be
+    made as they were."""
+    left = set(_iterate_owners(view.makers[index])).difference(_iterate_owners(reader))
+    return all(ValueRef(index) in set(iterate_references(call.outputs)) for call in left)
+
+
+def _iterate_owners(item: Item | None) -> Iterator[Call]:
+    """The calls around an item, but for the model's own."""
+    while item is not None and item.owner is not None and item.owner.path:
+        item = item.owner
+        yield item
 
 
 def _is_constant(ref: Ref, found: dict[int, Op], record: ForwardRecord) -> bool:
