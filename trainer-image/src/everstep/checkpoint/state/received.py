@@ -132,7 +132,7 @@ class ReceivedLeaves:
 
 
 class _Taken:
-    """An object of which only the state is known."""
+    """An object of which only the state is known: it is flattened, and nothing is loaded into it."""
 
     def __init__(self, state: object) -> None:
         self._state = state
