@@ -99,7 +99,7 @@ class Bench:
         report = GenerationReport(
             self.leader.epoch, self.leader.generation, self.config.num_proc_per_node, tuple(exits)
         )
-        self.leader.take_report(self.now, index, dataclasses.replace(report, **fields))
+        self.leader.take_report(self.now, index, report._replace(**fields))
         return self
 
     def run(self) -> Bench:

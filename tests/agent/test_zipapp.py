@@ -219,6 +219,18 @@ def test_an_old_python_is_named(tmp_path: Path, version: str) -> None:
     assert "3.9 or newer" in done.stderr
 
 
+# A job waits for its slowest agent, and these take as long to import as Python takes to start.
+@pytest.mark.parametrize("module", ["ssl", "random", "argparse", "tempfile"])
+def test_a_start_imports_no_module_that_an_agent_does_without(tmp_path: Path, module: str) -> None:
+    agent = tmp_path / "agent.pyz"
+    agent.write_bytes(agent_zip.build_zipapp())
+    run = f"sys.argv = ['', 'run', '--index=0']; runpy.run_path({str(agent)!r}, run_name='__main__')"
+    tell = f"import runpy, sys, atexit; atexit.register(lambda: print({module!r} in sys.modules)); {run}"
+    done = subprocess.run([sys.executable, "-I", "-S", "-B", "-c", tell], capture_output=True, text=True)
+    assert "job.json" in done.stderr, "not so far that all is imported"
+    assert done.stdout.strip() == "False"
+
+
 def test_a_missing_module_is_named(tmp_path: Path) -> None:
     agent = tmp_path / "agent.pyz"
     agent.write_bytes(agent_zip.build_zipapp())

@@ -22,6 +22,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
     from everstep.agent.node import supervisor as module
     from everstep.agent.node.supervisor import DaemonOutput, Supervisor
     from everstep.agent.ranks import environment, failure_file
+    from everstep.agent.ranks.events import RankProgressed
     from everstep.agent.system import gpu, shared_memory
     from everstep.agent.wire.generation_layout import GenerationLayout
 
@@ -77,9 +78,11 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
         os.write(events, json.dumps({"kind": kind, **values}).encode() + b"\n")
 
     def emit(event: Any) -> None:
-        values = dataclasses.asdict(event)
+        values = event._asdict()
         if isinstance(event, DaemonOutput):
             values["data"] = event.data.decode("latin-1")
+        elif isinstance(event, RankProgressed) and event.checkpoint is not None:
+            values["checkpoint"] = event.checkpoint._asdict()
         send(type(event).__name__, **values)
 
     async def spawn_on(node: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:

@@ -39,6 +39,17 @@ def _prefer_byte_code():
     sys.path.insert(0, sys.path[0] + os.sep + MAGIC_NUMBER.hex())
 
 
+def _import_main():
+    """Import the agent without ssl: asyncio does without where there is none, no agent uses it, and it is as long to
+    import as Python takes to start."""
+    sys.modules["ssl"] = None  # type: ignore[assignment]
+    try:
+        from everstep.agent.main import main
+    finally:
+        del sys.modules["ssl"]
+    return main
+
+
 def _start_agent():
     version = "Python %d.%d.%d (%s)" % (tuple(sys.version_info[:3]) + (sys.executable,))  # noqa: UP031, RUF005
     if sys.version_info < (3, 9):  # noqa: UP036
@@ -49,7 +60,7 @@ def _start_agent():
         # PID 1 has no default handlers: until the agent sets its own, a TERM would be lost.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
         _prefer_byte_code()
-        from everstep.agent.main import main
+        main = _import_main()
     except (ImportError, SyntaxError) as error:
         _report_cannot_run("%s: %s" % (version, error))  # noqa: UP031
     sys.exit(main(sys.argv[1:]))

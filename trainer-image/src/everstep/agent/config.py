@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PROTOCOL = 1
 DISTRIBUTIONS = ("torch", "mpi", "horovod", "none")
@@ -95,8 +95,7 @@ class AgentConfig:
         return max(12.0, 4 * self.heartbeat, self.fence_timeout)
 
 
-@dataclass(frozen=True)
-class AgentPaths:
+class AgentPaths(NamedTuple):
     """The paths that an agent reads and writes. `owns_pod`: it is PID 1 and may kill every other process that it can
     see."""
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 import resource
-import secrets
 import signal
 import sys
 import time
@@ -163,7 +162,7 @@ class _Agent:
 
     async def run(self) -> int:
         config, loop = self._config, asyncio.get_running_loop()
-        incarnation = secrets.token_hex(8)
+        incarnation = os.urandom(8).hex()
         node = NodeAgent(config, self._paths, incarnation, loop.time)
         tasks = Tasks(node.crash)
         loop.set_exception_handler(lambda _, context: _handle_loop_error(node, context))

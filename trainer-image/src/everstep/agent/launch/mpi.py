@@ -13,9 +13,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, NamedTuple, Protocol
 
 from everstep.agent.ranks import logs
 from everstep.agent.ranks.environment import count_cpus, find_interface, read_program
@@ -40,8 +39,7 @@ class StartedRank(Protocol):
     def kill(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class RankRequest:
+class RankRequest(NamedTuple):
     """A request of MPI to run one rank."""
 
     rank: int
@@ -53,8 +51,7 @@ class RankRequest:
     affinity: set[int] | None
 
 
-@dataclass(frozen=True)
-class AgentHooks:
+class AgentHooks(NamedTuple):
     """The functions of its node's agent that MPI needs."""
 
     processes: ChildProcesses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SUPPORTED = "Open MPI 4 or 5, MPICH or Intel MPI"
 
@@ -14,8 +14,7 @@ class UnsupportedMpi(RuntimeError):
     """The message says what the image has and what it needs."""
 
 
-@dataclass(frozen=True)
-class LauncherRun:
+class LauncherRun(NamedTuple):
     """One start of an MPI launcher."""
 
     mpirun: str

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
-import secrets
 from collections.abc import Coroutine, Iterable
 from typing import Any, Callable, Protocol
 
@@ -63,7 +63,7 @@ class Links:
         self._incarnations: dict[int, str] = {}  # of the newest agent at each index
         self._dials: dict[int, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(DIALS_AT_ONCE)
-        self._process, self._numbers = secrets.token_hex(8), itertools.count(1)  # an agent tells dials apart by them
+        self._process, self._numbers = os.urandom(8).hex(), itertools.count(1)  # an agent tells dials apart by them
 
     def get(self, index: int) -> Channel | None:
         return self._channels.get(index)

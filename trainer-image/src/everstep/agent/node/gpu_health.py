@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Callable
 
@@ -36,7 +35,7 @@ async def watch_gpus(
             devices = await probe()
         except DriverTimeout as error:
             devices = None
-            now = tuple(dataclasses.replace(gpu, problem=str(error)) for gpu in known.values())
+            now = tuple(gpu._replace(problem=str(error)) for gpu in known.values())
         if devices is None:
             pause = min(2 * pause, MAX_PROBE_INTERVAL_SECONDS)
         else:
@@ -58,8 +57,6 @@ def judge_devices(devices: Iterable[GpuDevice], known: Mapping[str, Gpu]) -> tup
     errors = [d.error for d in devices if not d.uuid]
     here = {gpu.uuid for gpu in found}
     lost = [gpu for uuid, gpu in known.items() if uuid not in here]
-    missed = [
-        dataclasses.replace(gpu, problem=errors[i] if i < len(errors) else LOST_MESSAGE) for i, gpu in enumerate(lost)
-    ]
+    missed = [gpu._replace(problem=errors[i] if i < len(errors) else LOST_MESSAGE) for i, gpu in enumerate(lost)]
     nameless = [Gpu("", "", error) for error in errors[len(lost) :]]
     return (*found, *missed, *nameless)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import signal
 import traceback
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from everstep.agent.config import AgentConfig, AgentPaths
 from everstep.agent.ranks import events
@@ -49,8 +48,7 @@ REPLY_SECONDS = 1.0  # seconds in which a leader that has waited for a checkpoin
 MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
 
 
-@dataclasses.dataclass(frozen=True)
-class AgentExit:
+class AgentExit(NamedTuple):
     """A reason for which this agent leaves."""
 
     result: str
@@ -281,7 +279,7 @@ class NodeAgent:
             )
         elif isinstance(event, (events.RankExited, events.LauncherExited)):
             end = event.to_exit()
-            end = dataclasses.replace(end, echo=is_echo(end))  # here, where all of its words are
+            end = end._replace(echo=is_echo(end))  # here, where all of its words are
             self._exits.append(end)
             if end.rank is not None:
                 self._started.add(end.rank)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.agent.ranks.placement import RankPlacement
 
@@ -27,8 +26,7 @@ AGENT_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class ContractFacts:
+class ContractFacts(NamedTuple):
     """Facts about one node of a job from which the whole contract follows."""
 
     job: str
@@ -121,8 +119,7 @@ def build_sm_environment(facts: ContractFacts) -> dict[str, str]:
     return drop_unusable_variables({name: _format_variable(value) for name, value in values.items()})
 
 
-@dataclass(frozen=True)
-class JobIdentity:
+class JobIdentity(NamedTuple):
     """The identity of a job to its ranks, and to a checkpoint store. `attempt_base`: see `name_attempt`."""
 
     namespace: str

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Union
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Union
 
 from everstep.agent.wire.protocol import ProcessExit
 from everstep.agent.wire.rank_checkpoint import RankCheckpoint
 
 
-@dataclass(frozen=True)
-class RankStarted:
+class RankStarted(NamedTuple):
     generation: int
     rank: int
     local_rank: int
 
 
-@dataclass(frozen=True)
-class RankExited:
+class RankExited(NamedTuple):
     """`exit_code` is what a shell would say (128 + signal); `message` is the best single line about the cause."""
 
     generation: int
@@ -33,8 +32,7 @@ class RankExited:
         return ProcessExit(self.rank, self.exit_code, self.signal, self.oom, self.message, tuple(self.log_tail))
 
 
-@dataclass(frozen=True)
-class LauncherExited:
+class LauncherExited(NamedTuple):
     """mpirun ended, on the leader's node only. Code 0 follows the exits of all ranks."""
 
     generation: int
@@ -46,8 +44,7 @@ class LauncherExited:
         return ProcessExit(None, self.exit_code, message=self.message, log_tail=tuple(self.log_tail), launcher=True)
 
 
-@dataclass(frozen=True)
-class RankProgressed:
+class RankProgressed(NamedTuple):
     """The newest of what a rank said since the last event."""
 
     generation: int
@@ -55,12 +52,11 @@ class RankProgressed:
     step: int | None
     total: int | None
     phase: str
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = MappingProxyType({})
     checkpoint: RankCheckpoint | None = None
 
 
-@dataclass(frozen=True)
-class DaemonOutput:
+class DaemonOutput(NamedTuple):
     """Output of a daemon started by `Supervisor.spawn`; `stream` is stdout or stderr."""
 
     daemon: str
@@ -68,14 +64,12 @@ class DaemonOutput:
     data: bytes
 
 
-@dataclass(frozen=True)
-class DaemonExited:
+class DaemonExited(NamedTuple):
     daemon: str
     exit_code: int
 
 
-@dataclass(frozen=True)
-class PodUnusable:
+class PodUnusable(NamedTuple):
     """An event that says that the pod or its node keeps the ranks from running, so another pod has to take its
     place."""
 

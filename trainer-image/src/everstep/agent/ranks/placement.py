@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class RankPlacement:
+class RankPlacement(NamedTuple):
     """One rank on this node."""
 
     rank: int

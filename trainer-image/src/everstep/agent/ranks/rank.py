@@ -7,9 +7,8 @@ import contextlib
 import os
 import shutil
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from everstep.agent.system import faults, oom
 from everstep.agent.system.processes import ChildProcess, ChildProcesses
@@ -23,8 +22,7 @@ from .stack_dumps import StackDump
 _KILL = 9
 
 
-@dataclass(frozen=True)
-class RankContext:
+class RankContext(NamedTuple):
     """A node's part of one generation that all its ranks share."""
 
     generation: int
@@ -38,8 +36,7 @@ class RankContext:
     start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
-@dataclass(frozen=True)
-class RankCommand:
+class RankCommand(NamedTuple):
     """The command of a rank, and the process in which it runs.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 UNCAUGHT_CODE = 1  # with which Python ends after an exception that nobody caught
 MAX_PAUSE_SECONDS = 2.0  # between a traceback and the exit with another code that a handler makes of it
@@ -17,8 +17,7 @@ _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Warnin
 _LOG_RECORD = re.compile(r"\b(?:WARN|WARNING|ERROR|CRITICAL|FATAL|EXCEPTION)\b")
 
 
-@dataclass(frozen=True)
-class _LoggedException:
+class _LoggedException(NamedTuple):
     text: str
     last: bool  # nothing was written after it
     caught: bool  # it stands below a log record

@@ -16,8 +16,9 @@ import os
 import signal
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from .process_table import list_children, read_stat
 
@@ -29,14 +30,13 @@ _PTS_MAJOR = 136
 _Pipe = tuple[int, int]  # device and inode; of a pseudo-terminal -1 and its number
 
 
-@dataclass(frozen=True)
-class SignalTargets:
+class SignalTargets(NamedTuple):
     """PIDs: `heard` are sent the signal; `filters` are not, and end once those have. `trapped` are those of `heard` to
     which the trap of a shell may send it as well, each with this shell."""
 
     heard: frozenset[int]
     filters: frozenset[int]
-    trapped: Mapping[int, int] = field(default_factory=dict)
+    trapped: Mapping[int, int] = MappingProxyType({})
 
 
 def list_signal_targets(pids: Iterable[int], signum: int) -> SignalTargets:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
+import os
 from collections import OrderedDict
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def read_token(path: Path) -> bytes:
 
 
 def new_nonce() -> str:
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def is_nonce(text: str) -> bool:

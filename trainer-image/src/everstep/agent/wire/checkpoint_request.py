@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .protocol import MAX_INTEGER
 
 MAX_ID_CHARS = 64
 
 
-@dataclass(frozen=True)
-class CheckpointRequest:
+class CheckpointRequest(NamedTuple):
     """A request that the ranks save at their next step boundary; two of one id are one request."""
 
     id: str

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class GenerationLayout:
+class GenerationLayout(NamedTuple):
     """A generation's hosts and ports, the same on every node but for `node_index`."""
 
     epoch: int

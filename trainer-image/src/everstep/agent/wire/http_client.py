@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.agent.system.host_names import addresses_of
 
@@ -19,8 +18,7 @@ MAX_ANSWER_BYTES = 64 * 1024
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-@dataclass(frozen=True)
-class AgentRequest:
+class AgentRequest(NamedTuple):
     """A request, and the bounds of its answer.
 
     Attributes:
@@ -57,8 +55,7 @@ class RequestRejected(Exception):
         self.epoch = epoch
 
 
-@dataclass(frozen=True)
-class AgentAnswer:
+class AgentAnswer(NamedTuple):
     """An authentic answer to an authenticated request."""
 
     status: int

@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 from urllib.parse import parse_qsl
 
 from everstep.agent.system.agent_log import log_line
@@ -49,8 +49,7 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class HttpRequest:
+class HttpRequest(NamedTuple):
     method: str
     target: str
     path: str
@@ -74,8 +73,7 @@ class HttpRequest:
 Upgrade = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class HttpResponse:
+class HttpResponse(NamedTuple):
     status: int
     body: bytes = b""
     upgrade: Upgrade | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from .rank_checkpoint import RankCheckpoint
 
@@ -46,8 +47,7 @@ FENCED_RESULT = "fenced"
 UNCLEAN = "unclean"
 
 
-@dataclass(frozen=True)
-class ProcessExit:
+class ProcessExit(NamedTuple):
     """The end of one process that belongs to a generation. `rank` is None for the launcher and for a failed start."""
 
     rank: int | None
@@ -92,7 +92,7 @@ class ProcessExit:
             lines = ()
         while message and _count_encoded_bytes(message) + _count_encoded_bytes(lines) > room:
             message = message[: len(message) // 2]
-        return replace(self, message=message, log_tail=lines)
+        return self._replace(message=message, log_tail=lines)
 
     @property
     def words(self) -> int:
@@ -113,8 +113,7 @@ class ProcessExit:
         )
 
 
-@dataclass(frozen=True)
-class GenerationReport:
+class GenerationReport(NamedTuple):
     """All that a node knows of one generation: a snapshot, so that a lost or merged report loses nothing."""
 
     epoch: int
@@ -155,8 +154,7 @@ class GenerationReport:
         )
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One device of a node, as its driver describes it."""
 
     uuid: str
@@ -225,13 +223,12 @@ class Hello:
         )
 
 
-@dataclass(frozen=True)
-class RankProgress:
+class RankProgress(NamedTuple):
     rank: int
     step: int | None = None
     total: int | None = None
     phase: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = MappingProxyType({})
     checkpoint: RankCheckpoint | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -323,8 +320,7 @@ class EndedGeneration:
         }
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """An end of the job; it never changes again."""
 
     result: str

@@ -4,15 +4,13 @@ it is, counted as its checkpoints are."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 TIERS = ("memory", "peer", "store")
 MAX_INTEGER = 2**53  # JSON readers keep no more
 
 
-@dataclass(frozen=True)
-class RankCheckpoint:
+class RankCheckpoint(NamedTuple):
     """The newest of what a rank said; None where it said nothing.
 
     Attributes:
@@ -55,11 +53,11 @@ class RankCheckpoint:
             None where the name is none of these, or the value cannot be its value.
         """
         if name == "restored_from":
-            return replace(self, restored_from=value) if value in TIERS else None
+            return self._replace(restored_from=value) if value in TIERS else None
         if name not in NAMES or not (value.isascii() and value.isdecimal() and len(value) <= 16):
             return None
         said: dict[str, Any] = {name: int(value)}
-        return replace(self, **said) if said[name] <= MAX_INTEGER else None
+        return self._replace(**said) if said[name] <= MAX_INTEGER else None
 
     def to_json(self) -> dict[str, Any]:
         """Return what was said, by the names of the words."""
@@ -79,4 +77,4 @@ class RankCheckpoint:
         return None if found == cls() else found
 
 
-NAMES = frozenset(each.name for each in fields(RankCheckpoint))
+NAMES = frozenset(RankCheckpoint._fields)
