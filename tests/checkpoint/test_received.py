@@ -1,4 +1,4 @@
-"""What a restore has brought to a rank is left to rank 0 as long as its content stays, in any session of the process."""
+"""What a restore has brought to a rank is left to rank 0 while its content stays, in any session of the process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_by_numpy(tensor: torch.Tensor) -> None:
 UNSEEN: tuple[Callable[[torch.Tensor], None], ...] = (add_by_data, add_by_numpy)
 
 
-def averages_its_own_part(rank: int, folder: Path, add: Callable[[torch.Tensor], None]) -> tuple[list[str], list[float]]:
+def averages_its_part(rank: int, folder: Path, add: Callable[[torch.Tensor], None]) -> tuple[list[str], list[float]]:
     """Each rank averages a part of its own in a dictionary that is empty when it is restored: rank 0 gets all parts."""
     failed: list[str] = []
     for start in (0, 1):
@@ -48,7 +48,7 @@ def averages_its_own_part(rank: int, folder: Path, add: Callable[[torch.Tensor],
 
 @pytest.mark.parametrize("add", UNSEEN)
 def test_a_change_that_torch_does_not_see_is_not_lost(add: Callable[[torch.Tensor], None], folder: Path) -> None:
-    for failed, found in ranks.run(2, averages_its_own_part, folder, add):
+    for failed, found in ranks.run(2, averages_its_part, folder, add):
         assert len(failed) == 1
         assert "state.average1 differs between ranks" in failed[0]
         assert found == [1.0, 1.0]
