@@ -249,7 +249,7 @@ class Saver:
         self._copying: tuple[Slot, PartRecord] | None = None
         self._begun: tuple[Slot, Flat] | None = None
         self.note: Callable[[int], Mapping[str, Any]] = lambda step: {}  # a user's metadata for a step
-        self.received = ReceivedLeaves({}, group)
+        self.received = ReceivedLeaves(group)
 
     @property
     def bytes(self) -> int:

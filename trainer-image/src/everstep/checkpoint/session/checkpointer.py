@@ -126,7 +126,7 @@ class Checkpointer:
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
-        self._received = ReceivedLeaves({}, self._group)
+        self._received = ReceivedLeaves(self._group, self.store.url)
         self._request_file = RequestFile.from_environment()
         self._wish: SaveRequest | None = None  # a save that is asked for before there is a coordinator
         rank, timeout = self._topology.rank, asked.times.timeout
@@ -168,15 +168,14 @@ class Checkpointer:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
         everything = add_generators(objects)
 
-        def check() -> tuple[RestoreOptions, ReceivedLeaves]:
-            held = self._received.leave_out(check_values(everything, self._topology, self._how))
-            pickles = self._how.allow_pickle
-            received = ReceivedLeaves(everything, self._group, held, allow_pickle=pickles)
-            return RestoreOptions(step, strict, rename, Casts(cast), pickles, frozenset({GENERATORS})), received
+        def check() -> RestoreOptions:
+            held = check_values(everything, self._topology, self._how)
+            self._received.begin(everything, held, allow_pickle=self._how.allow_pickle)
+            return RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle, frozenset({GENERATORS}))
 
         with self._arrivals.naming_absent("restore()"):
             check_source_ranks(everything, self._group)
-            options, received = self._group.run_on_all_ranks(check)
+            options = self._group.run_on_all_ranks(check)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
         with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
             restorer = Restorer(
@@ -192,9 +191,8 @@ class Checkpointer:
                 options=options,
             )
             restored = restorer.restore()
-        received.find(restorer.taken)
-        self._received, self._has_restored = received, True
-        self._seen = claiming.LastSeen(restorer.newest_seen, restored.key)
+        self._received.find(restorer.taken)
+        self._seen, self._has_restored = claiming.LastSeen(restorer.newest_seen, restored.key), True
         self._metrics.fell_back += len(restored.fell_back)
         figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
         self._events.tell_restored(restored.key, restored.fell_back, figures)
@@ -231,6 +229,8 @@ class Checkpointer:
 
     def _track(self, objects: Mapping[str, object]) -> None:
         everything = add_generators(objects)
+        if not self._has_restored:  # what is marked then is another session's
+            self._received.forget()
         with self._arrivals.naming_absent("track() or start_over()"):
             check_source_ranks(everything, self._group)
             if self._coordinator is None:

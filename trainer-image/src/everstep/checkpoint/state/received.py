@@ -6,7 +6,7 @@ do not keep it would hold what it was then, and differ from the rank that does a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,30 +26,41 @@ from everstep.coordination.group import RankGroup
 
 # Whose state is each rank's own or one rank's, and what a script makes with all that it holds, on each rank.
 _OTHERS = (PerRank, FromRank, nn.Module, torch.optim.Optimizer)
-_NOTHING = Flat({}, {})
+
+_marks_of_stores: dict[str, dict[str, tuple[object, ...]]] = {}  # of this process
 
 
 class ReceivedLeaves:
     """The leaves of nested states that this rank did not hold before a restore, as long as it leaves them as they came.
 
-    Rank 0 has received none in this sense: it saves what it holds.
+    Rank 0 has received none in this sense: it saves what it holds. A later session of the process on the same store
+    knows them too: a script that tries again has the objects in which they are.
 
     Args:
-        objects: What is going to be restored, by name; none where nothing is.
         group: All ranks.
-        held: All that this rank holds of them before, without what an earlier restore has brought.
-        allow_pickle: See flatten_objects().
+        store: The URL of the store; empty where nothing is restored.
     """
 
-    def __init__(
-        self, objects: Mapping[str, object], group: RankGroup, held: Flat = _NOTHING, *, allow_pickle: bool = False
-    ) -> None:
-        self._objects = {name: each for name, each in objects.items() if group.size > 1 and _is_nested(each)}
-        self._stateful = {names.escape_segment(name) for name, each in self._objects.items() if _is_stateful(each)}
-        self._group, self._allow_pickle = group, allow_pickle
-        self._own = held.tensors.keys() | {name for name, value in held.values.items() if not is_empty(value)}
-        self._marks: dict[str, tuple[object, ...]] = {}
-        self._tensors: dict[str, torch.Tensor] = {}  # kept, so that no other tensor gets their address
+    def __init__(self, group: RankGroup, store: str = "") -> None:
+        self._group, self._allow_pickle = group, False
+        self._marks = _marks_of_stores.setdefault(store, {}) if store and group.rank else {}
+        self._objects: dict[str, object] = {}
+        self._own: set[str] = set()
+        self._empty: dict[str, object] = {}
+
+    def begin(self, objects: Mapping[str, object], held: Flat, *, allow_pickle: bool = False) -> None:
+        """Note what this rank holds right before a restore.
+
+        Args:
+            objects: What is going to be restored, by name.
+            held: Their state.
+            allow_pickle: See flatten_objects().
+        """
+        held = self.leave_out(held)
+        self._objects = {name: each for name, each in objects.items() if self._group.size > 1 and _is_nested(each)}
+        self._allow_pickle = allow_pickle
+        self._empty = {name: value for name, value in held.values.items() if is_empty(value)}
+        self._own = held.tensors.keys() | (held.values.keys() - self._empty.keys())
 
     def find(self, taken: Mapping[str, object]) -> None:
         """Find them, right after the restore. Collective: what rank 0 does not hold now, nobody would save.
@@ -62,35 +73,37 @@ class ReceivedLeaves:
         def look() -> tuple[Flat, dict[str, tuple[object, ...]]]:
             after = self._flatten(taken)
             held = [name for name in {**after.tensors, **after.values} if not is_description(name)]
-            marks = {name: mark for name in held if name not in self._own and (mark := self._mark_leaf(after, name))}
+            marks = {name: mark for name in held if not self._is_own(after, name) and (mark := _mark_leaf(after, name))}
             return after, marks
 
         after, found = self._group.run_on_all_ranks(look)
-        self._objects, self._own = {}, set()
+        self._forget({object_of(name) for name in after.values if is_description(name)})
+        self._objects, self._own, self._empty = {}, set(), {}
         if self._group.any(bool(found)):
             of_first = set(self._group.broadcast([*after.tensors, *after.values]))
             if self._group.rank:
-                self._marks = {name: mark for name, mark in found.items() if name in of_first}
-                self._tensors = self._select_kept(after.tensors)
+                self._marks |= {name: mark for name, mark in found.items() if name in of_first}
+
+    def forget(self) -> None:
+        """Forget them: what this rank holds is its own, however it has come to hold it."""
+        self._marks.clear()
 
     def leave_out(self, flat: Flat) -> Flat:
         """Return the state without them.
 
         Args:
-            flat: All that this rank holds now.
+            flat: All that this rank holds now of some objects.
         """
         if not self._marks:
             return flat
         held = {name for name in flat.tensors.keys() | flat.values.keys() if not is_description(name)}
-        # What was changed since is this rank's own from now on.
-        self._marks = {
-            name: mark for name, mark in self._marks.items() if name in held and self._mark_leaf(flat, name) == mark
-        }
-        stays = _list_with_parents(held - self._marks.keys())
+        same = {name for name, mark in self._marks.items() if name in held and _mark_leaf(flat, name) == mark}
         # So is the whole of a list of which it holds more: what others have of it may be shorter.
-        self._marks = {name: mark for name, mark in self._marks.items() if stays.isdisjoint(_iterate_lists(name))}
-        self._tensors = self._select_kept(self._tensors)
-        if not (gone := self._marks.keys()):
+        stays = _list_with_parents(held - same)
+        gone = {name for name in same if stays.isdisjoint(_iterate_lists(name))}
+        # What was changed since is this rank's own from now on.
+        self._forget({object_of(name) for name in flat.values if is_description(name)}, but=gone)
+        if not gone:
             return flat
         return replace(
             flat,
@@ -101,6 +114,16 @@ class ReceivedLeaves:
             left_out=frozenset(gone),
         )
 
+    def _forget(self, objects: Collection[str], but: Collection[str] = ()) -> None:
+        for name in [name for name in self._marks if object_of(name) in objects and name not in but]:
+            del self._marks[name]
+
+    def _is_own(self, after: Flat, name: str) -> bool:
+        """Tell whether this rank had held a leaf; what is empty as before is none that has come."""
+        if name in self._empty and name not in after.tensors:
+            return after.values[name] == self._empty[name]
+        return name in self._own
+
     def _flatten(self, taken: Mapping[str, object]) -> Flat:
         objects: dict[str, object] = {}
         for name, each in self._objects.items():
@@ -110,25 +133,19 @@ class ReceivedLeaves:
                 objects[name] = _Taken(state)
         return flatten_objects(objects, rank=self._group.rank, allow_pickle=self._allow_pickle)
 
-    def _select_kept(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: each for name, each in tensors.items() if name in self._marks and not self._is_copied(name)}
 
-    def _is_copied(self, name: str) -> bool:
-        """Tell whether a leaf may be a copy, another one each time: an object makes its state when it is asked."""
-        return object_of(name) in self._stateful
+def _mark_leaf(flat: Flat, name: str) -> tuple[Any, ...]:
+    """Return what is other once a leaf has changed; nothing for a shard, which each rank has for itself.
 
-    def _mark_leaf(self, flat: Flat, name: str) -> tuple[Any, ...]:
-        """Return what is other once a leaf has changed; nothing for a shard, which each rank has for itself."""
-        value, tensor = flat.values.get(name), flat.tensors.get(name)
-        if tensor is None:
-            return (value,)
-        if is_dtensor(tensor):
-            return ()
-        # The last are changed by code that torch does not see.
-        if self._is_copied(name) or name in flat.bulk or tensor.is_inference():
-            content = view_bytes(tensor.resolve_conj().resolve_neg().contiguous()).cpu().numpy()
-            return value, tensor.dtype, tensor.shape, xxhash.xxh3_64_intdigest(content.data)
-        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
+    That is what a tensor holds: torch does not see all that changes one, as by `.data`, an array or a kernel.
+    """
+    value, tensor = flat.values.get(name), flat.tensors.get(name)
+    if tensor is None:
+        return (value,)
+    if is_dtensor(tensor):
+        return ()
+    content = view_bytes(tensor.resolve_conj().resolve_neg().contiguous()).cpu().numpy()
+    return value, tensor.dtype, tensor.shape, xxhash.xxh3_64_intdigest(content.data)
 
 
 class _Taken:
