@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -211,6 +212,34 @@ def test_metrics_of_a_loss_are_sums_over_its_count() -> None:
     assert first.metrics == {}
     assert last.metrics == other.metrics
     assert last.metrics["right"] * 6 == pytest.approx(round(last.metrics["right"] * 6))
+
+
+def test_metrics_that_only_some_replicas_have_are_theirs_by_name() -> None:
+    def work(transport: Transport) -> list[dict[str, float]]:
+        replica, found = transport.replica, []
+
+        def loss(output: Any, targets: Any) -> Any:
+            total, count = CASES["resnet"].loss(output, targets)
+            return total * counts, count * counts, given
+
+        engine = engine_of(Setting("resnet", replicas=3, samples=6, microbatches=2), transport, loss)
+        mine = share(Setting("resnet", replicas=3, samples=6, microbatches=2), replica, batch_of(Setting("resnet"), 0))
+        for given, counts in (
+            ({f"class {replica}": 6.0 + replica, "all": 1.0}, 1),
+            ({"rare": 3.0} if replica == 1 else {}, 1),
+            ({"all": 2.0}, 0),
+        ):
+            found.append(dict(engine.step(mine.inputs, mine.targets).metrics))
+        return found
+
+    _, *others = Fabric(2, 3).run(work)
+    lasts = [each for each in others if each[0]]
+    assert lasts[0][:2] == lasts[1][:2] == lasts[2][:2]
+    first, second, third = lasts[0]
+    assert first == pytest.approx({"all": 1.0, "class 0": 2.0, "class 1": 7 / 3, "class 2": 8 / 3})
+    assert second == pytest.approx({"rare": 1.0})
+    assert list(third) == ["all"]
+    assert math.isnan(third["all"])
 
 
 def test_a_replica_without_samples_takes_part_with_nothing() -> None:
