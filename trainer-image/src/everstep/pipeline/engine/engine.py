@@ -304,8 +304,11 @@ class Engine:
         return StepResult(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
 
     def _commit_statistics(self) -> None:
-        several = self.transport.replicas > 1
-        self._statistics.commit(lambda each: self.transport.all_reduce(each, self.data).wait() if several else None)
+        def reduce(sums: Any) -> None:
+            if self.transport.replicas > 1:
+                self.transport.all_reduce(sums, self.data).wait()
+
+        self._statistics.commit(reduce, self.transport.replica, self.transport.replicas)
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Any:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""

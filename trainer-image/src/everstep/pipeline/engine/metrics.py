@@ -1,7 +1,7 @@
 """Metrics that a loss gives beside its sum, as means over all micro-batches and replicas.
 
-Replicas may give others, as one that has no sample of a class. A digest of their names, which comes with the loss, shows
-whether they do; only then they tell each other their names.
+Replicas may give others, as one that has no sample of a class. A digest of their names, which comes with the loss,
+shows whether they do; only then they tell each other their names.
 """
 
 from __future__ import annotations
