@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -211,6 +212,34 @@ def test_metrics_of_a_loss_are_sums_over_its_count() -> None:
     assert first.metrics == {}
     assert last.metrics == other.metrics
     assert last.metrics["right"] * 6 == pytest.approx(round(last.metrics["right"] * 6))
+
+
+def test_metrics_that_only_some_replicas_have_are_theirs_by_name() -> None:
+    def work(transport: Transport) -> list[dict[str, float]]:
+        setting, replica, found = Setting("resnet", replicas=3, samples=6, microbatches=2), transport.replica, []
+        metrics: dict[str, float] = {}
+
+        def loss(output: Any, targets: Any) -> Any:
+            total, count = CASES["resnet"].loss(output, targets)
+            return (total, count, metrics) if "none" not in metrics else (total * 0, 0, metrics)
+
+        engine, mine = engine_of(setting, transport, loss), share(setting, replica, batch_of(setting, 0))
+        for metrics in (  # noqa: B007 - the loss gives them
+            {f"class {replica}": 6.0 + replica, "all": 1.0},
+            {"rare": 3.0} if replica == 1 else {},
+            {"none": 2.0},
+        ):
+            found.append(dict(engine.step(mine.inputs, mine.targets).metrics))
+        return found
+
+    _, *others = Fabric(2, 3).run(work)
+    lasts = [each for each in others if each[0]]
+    assert lasts[0][:2] == lasts[1][:2] == lasts[2][:2]
+    first, second, third = lasts[0]
+    assert first == pytest.approx({"all": 1.0, "class 0": 2.0, "class 1": 7 / 3, "class 2": 8 / 3})
+    assert second == pytest.approx({"rare": 1.0})
+    assert list(third) == ["none"]
+    assert math.isnan(third["none"])
 
 
 def test_a_replica_without_samples_takes_part_with_nothing() -> None:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, LayoutOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.engine.strides import describe_strides, lay_out  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -120,3 +120,65 @@ def test_who_asks_for_strides_is_with_who_made_the_tensor() -> None:
 
     nodes = {node.name: node.colocate for node in trace_model(Strided(), X.float()).graph.nodes}
     assert nodes[":as_strided"] == nodes["one"] == nodes[":transpose"] == "one"
+
+
+class Image(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Has its channels last, and a weight that both stages use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.three = nn.Conv2d(3, 3, 3, padding=1)
+        self.three.weight = self.one.weight
+        self.to(torch.float64, memory_format=torch.channels_last)
+
+    def forward(self, x: Any) -> Any:
+        return self.three(self.two(self.one(x).tanh()).tanh())
+
+
+def _image(replica: int, of: int) -> tuple[Any, Any]:
+    x = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = slice(replica * 8 // of, (replica + 1) * 8 // of)
+    return x[rows], x.roll(1, 3)[rows]
+
+
+def _distance(output: Any, targets: Any) -> Any:
+    return nn.functional.mse_loss(output, targets)
+
+
+def _double_in_rows(gradient: Any) -> Any:
+    return (2 * gradient).contiguous()
+
+
+def _train_fused(rank: int, replicas: int, hooked: bool) -> dict[str, Any]:
+    model, (x, targets) = Image(), _image(0, replicas)
+    layout, plan = LayoutOptions(data_parallel=replicas), PlanOptions(costs="counted")
+    with pipeline(model, x, _distance, targets=targets, microbatches=2, layout=layout, plan=plan) as run:
+        if hooked:
+            for each in run.parameters():
+                each.register_hook(_double_in_rows)
+        optimizer = torch.optim.AdamW(run.groups(), lr=0.1, fused=True)
+        for _ in range(3):
+            run.step(*_image(run.replica, replicas))
+            assert all(each.grad.stride() == each.stride() for each in run.parameters())
+            optimizer.step()
+        return {name: each.detach().numpy() for name, each in run.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "replicas", "hooked"), [(2, 2, False), (2, 1, False), (2, 2, True)])
+def test_a_fused_optimizer_finds_each_gradient_where_its_parameter_is(world: int, replicas: int, hooked: bool) -> None:
+    found = {}
+    for part in ranks.run(world, _train_fused, replicas, hooked):
+        found |= part
+    model, (x, targets) = Image(), _image(0, 1)
+    if hooked:
+        for each in model.parameters():
+            each.register_hook(_double_in_rows)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        _distance(model(x), targets).backward()
+        optimizer.step()
+    for name, each in model.named_parameters():
+        assert torch.allclose(torch.from_numpy(found[name]), each, rtol=1e-6, atol=1e-8), name

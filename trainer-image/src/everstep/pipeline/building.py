@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         changed = {given[each] for part in iterate_parts(found.record.root) for each in part.mutates if each in given}
         terms.arguments.traced_with(terms.example, changed)
         found.record.constants[:] = [each.to(position.device) for each in found.record.constants]
-    engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, terms.request.engine)
+    options = replace(terms.request.engine, dynamic=terms.request.engine.dynamic | found.varying)
+    engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, options)
     engine.least = cut.least
     recut.remember(own, engine)
     if heart is not None:

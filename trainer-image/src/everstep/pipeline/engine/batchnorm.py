@@ -61,13 +61,22 @@ class RunningStatistics:
         for hook in self._hooks:
             hook.remove()
 
-    def commit(self, reduce: Callable[[Any], None]) -> None:
-        """Updates the buffers for all that was recorded; `reduce` sums a tensor in place over the replicas."""
-        layers = [layer for layer in self._layers if layer.training]
-        if not layers:
+    def commit(self, reduce: Callable[[Any], None], replica: int = 0, replicas: int = 1) -> None:
+        """Update the buffers for all that was recorded.
+
+        Args:
+            reduce: Sums a tensor in place over the replicas.
+            replica: The number of this replica.
+            replicas: The number of replicas, which all call it.
+
+        Raises:
+            PipelineError: On all replicas, if a layer is in training on some of them only.
+        """
+        most = self._count_calls(reduce, replica, replicas)
+        keys = [(layer, call) for layer, count in most.items() for call in range(max(1, count))]
+        if not keys:
             return
-        # A replica without samples has recorded nothing; it gives zeros.
-        keys = [(layer, call) for layer in layers for call in range(max(1, self._most[layer]))]
+        # A replica without samples has recorded nothing, or less than others; it gives zeros.
         packed = torch.cat([self._sums[key] if key in self._sums else _do_nothing(key[0]) for key in keys])
         self._sums.clear()
         reduce(packed)
@@ -77,6 +86,27 @@ class RunningStatistics:
             if count:
                 mean, square = (part[1:] / count).chunk(2)
                 _update_running_statistics(layer, mean, (square - mean**2) * (count / (count - 1)))
+
+    def _count_calls(self, reduce: Callable[[Any], None], replica: int, replicas: int) -> dict[nn.Module, int]:
+        """Return the layers that are in training, and the most calls of each in a micro-batch of any replica: they may
+        be as many as a batch has words."""
+        mine = [self._most[layer] if layer.training else -1 for layer in self._layers]
+        rows = [mine]
+        if mine and replicas > 1:
+            every = torch.zeros(replicas, len(mine), dtype=torch.float64, device=self._layers[0].running_mean.device)
+            every[replica] = every.new_tensor(mine)
+            reduce(every)
+            rows = every.tolist()
+        found = {}
+        for layer, counts in zip(self._layers, zip(*rows, strict=True), strict=True):
+            if min(counts) < 0 <= max(counts):
+                raise PipelineError(
+                    f"{layer} is in training on some replicas and not on others, and has other statistics on each: set "
+                    "the modes of modules alike on all processes"
+                )
+            if counts[0] >= 0:
+                found[layer] = int(max(counts))
+        return found
 
     def _enter(self, layer: Any, given: Any) -> None:
         if not self._inside or not layer.training:

@@ -30,6 +30,7 @@ from everstep.pipeline.engine.checks import check_arguments
 from everstep.pipeline.engine.clipping import clip_gradients
 from everstep.pipeline.engine.losses import Loss, LossPart, Total, compute_loss
 from everstep.pipeline.engine.mail import P2PMessenger
+from everstep.pipeline.engine.metrics import average_metrics
 from everstep.pipeline.engine.microbatch import Parts, compute_bounds, lend_targets, select_arguments, split_batch
 from everstep.pipeline.engine.nested import StageValue
 from everstep.pipeline.engine.options import EngineOptions
@@ -303,8 +304,11 @@ class Engine:
         return StepResult(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
 
     def _commit_statistics(self) -> None:
-        several = self.transport.replicas > 1
-        self._statistics.commit(lambda each: self.transport.all_reduce(each, self.data).wait() if several else None)
+        def reduce(sums: Any) -> None:
+            if self.transport.replicas > 1:
+                self.transport.all_reduce(sums, self.data).wait()
+
+        self._statistics.commit(reduce, self.transport.replica, self.transport.replicas)
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Any:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
@@ -333,16 +337,9 @@ class Engine:
         self.transport.all_reduce(tensor, self._world).wait()
 
     def _metrics(self, scaled: Scaled) -> dict[str, float]:
-        if not scaled.metrics or self._last not in self._stages:
+        if self._last not in self._stages:
             return {}
-        # A replica without samples does not know their names.
-        names = sorted(self._total.metrics) or [f"metric {index}" for index in range(scaled.metrics)]
-        sums = torch.zeros(scaled.metrics, dtype=torch.float64, device=self.transport.device)
-        for index, name in enumerate(names):
-            sums[index] = self._total.metrics.get(name, 0.0)
-        if self.transport.replicas > 1:
-            self.transport.all_reduce(sums, self.data).wait()
-        return {name: value / scaled.count for name, value in zip(names, sums.tolist(), strict=True)}
+        return average_metrics(self._total.metrics, scaled.count, scaled.metrics, self.transport, self.data)
 
     def _cut(self, batch: Any, targets: Any, samples: int) -> None:
         count, unsplit_inputs, least = self.schedule.microbatches, self.options.unsplit_inputs, self.least

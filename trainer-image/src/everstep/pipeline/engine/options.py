@@ -27,7 +27,8 @@ class EngineOptions:
         loss_weight: A function of (output, targets) that says what the mean that a loss gives stands for; None for the
             number of samples.
         unsplit_inputs: The arguments that go to each micro-batch as they are.
-        dynamic: The values whose shape depends on more than those of the inputs, and is sent with each.
+        dynamic: The values whose shape depends on more than those of the inputs, and is sent with each, beside those of
+            which the trace of the model shows it.
         ahead: The number of receives that are posted before their turn.
         bucket: The bytes of gradients that are reduced at once.
         fp32_gradients: Whether gradients of bfloat16 parameters are added up, reduced and scaled in float32, and

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everstep.pipeline.engine.strides import lay_out_gradient
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.gradients import has_hooks
 
@@ -42,7 +43,7 @@ def call_hooks(named: Mapping[str, Any], around: Around) -> None:
 
 def _check_hook_result(name: str, parameter: Any, given: Any) -> Any:
     if isinstance(given, torch.Tensor) and given.shape == parameter.shape:
-        return given.to(parameter.dtype)
+        return lay_out_gradient(given.to(parameter.dtype), parameter)
     what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
     raise PipelineError(
         f"a hook of parameter {name!r} returned {what}: it may return None, or a tensor of shape "

@@ -18,6 +18,7 @@ import torch
 
 from everstep.pipeline.engine.buckets import by_keeper, make_buckets
 from everstep.pipeline.engine.overlap import BucketQueue
+from everstep.pipeline.engine.strides import lay_out_gradient
 from everstep.pipeline.engine.wide import dtype_of_gradient
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Exchange, Transport, Work
@@ -52,7 +53,7 @@ class _Bucket:
                 )
         parts = buffer[: sum(numbers)].split(numbers)
         sums = {
-            parameter: part.view(parameter.shape) if flag else None
+            parameter: lay_out_gradient(part.view(parameter.shape), parameter) if flag else None
             for parameter, part, flag in zip(self.parameters, parts, flags, strict=False)
         }
         late = flags[len(numbers) : len(numbers) + len(self.before)]

@@ -12,6 +12,7 @@ import torch
 from everstep.pipeline.engine.agreement import Disagreement
 from everstep.pipeline.engine.clipping import scale_gradients, sum_of_powers
 from everstep.pipeline.engine.losses import Total
+from everstep.pipeline.engine.metrics import digest_names
 
 _GROWS_AFTER = 2000  # steps without overflow
 
@@ -41,15 +42,16 @@ class LossScale:
 class Scaled:
     """The result over all micro-batches, ranks and replicas.
 
-    `norm` is that of the gradients before clipping, None if it was not asked for; `metrics` is how many the loss gives;
-    `drew` says whether an evaluation drew random numbers on any rank.
+    `norm` is that of the gradients before clipping, None if it was not asked for; `metrics` are the sum of the digests
+    of the names of what the loss gives beside it, and that of their squares; `drew` says whether an evaluation drew
+    random numbers on any rank.
     """
 
     loss: float
     count: float
     norm: float | None
     skipped: bool
-    metrics: int = 0
+    metrics: tuple[float, float] = (0.0, 0.0)
     drew: bool = False
 
 
@@ -78,18 +80,19 @@ def scale_to_mean_loss(
     if asked:
         sums[2] = sum_of_powers(counted)
     sums[5] = float(hooks is not None)
-    sums[3], sums[4] = len(total.metrics), float(bool(total.metrics))
+    sums[3] = digest_names(total.metrics)
+    sums[4] = sums[3].square()
     sums[6], sums[7] = total.differentiated, float(any(each.requires_grad for each in parameters))
     sums[8] = float(total.drew)
     reduce(sums)
-    loss, count, squares, metrics, givers, hooked, differentiated, learning, drew = sums.tolist()
+    loss, count, squares, *digests, hooked, differentiated, learning, drew = sums.tolist()
+    metrics = digests[0], digests[1]
     if count and learning and not differentiated:
         raise Disagreement(
             f"no loss of the step depends on anything that learns, so there is nothing to differentiate (its mean is "
             f"{loss / count:.6g}), as where it was made of numbers (item()), arrays or detached tensors; one process's "
             "loss.backward() is an error too: compute the loss with tensors from what the model returns"
         )
-    each = round(metrics / givers) if givers else 0
     overflow = scaling.moves and not math.isfinite(squares)
     factor = 1.0 / (count * scaling.value) if count else 0.0
     if hooked and count and not overflow:
@@ -108,10 +111,10 @@ def scale_to_mean_loss(
         for parameter in parameters:
             parameter.grad = None
         scaling.update(overflow)
-        return Scaled(loss / count if count else math.nan, count, None, True, each, bool(drew))
+        return Scaled(loss / count if count else math.nan, count, None, True, metrics, bool(drew))
     norm = math.sqrt(squares) * factor if asked else None
     if clip is not None and norm is not None:
         factor *= min(1.0, clip / (norm + 1e-6))
     scale_gradients(parameters, factor)
     scaling.update(False)
-    return Scaled(loss / count, count, norm, False, each, bool(drew))
+    return Scaled(loss / count, count, norm, False, metrics, bool(drew))

@@ -48,3 +48,16 @@ def lay_out(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor
             base = base.narrow(dim, 0, 1)
     made = torch.empty_strided(base.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(base).expand(tensor.shape)
+
+
+def lay_out_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that lies in memory as its parameter does, as autograd makes it: a fused optimizer goes through
+    both by the place of their numbers in memory, and finds others where one has its channels last.
+
+    Args:
+        gradient: A tensor of the parameter's shape.
+        parameter: The parameter.
+    """
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter.detach(), dtype=gradient.dtype).copy_(gradient)

@@ -27,9 +27,9 @@ class Failed(Exception):
 
 def infer_outputs(
     module: nn.Module, inputs: Any, sizes: Sizes, fake: Any, device: Any
-) -> tuple[Any, list[int], list[str]]:
+) -> tuple[Any, list[int], list[str], bool]:
     """The module's result as tensors without data, which of the tensors in `inputs` (args, kwargs) it changes, and
-    which of its parameters and buffers, by name.
+    which of its parameters and buffers, by name; and whether the sizes of its result may depend on more than sizes.
 
     The module itself is left as it is.
     """
@@ -60,9 +60,10 @@ def infer_outputs(
                         break
         rule.learn(leaves, shapes, [hints[0], *known])
         rule.others = list(_list_other_shapes(own, leaves, spec, shapes, hints[0], one_spec))
+        varies = _depends_on_data(own, leaves, spec, shapes, hints[0], list(map(_get_shape, one)), rule.others)
     result = [_generalise(place, a, b, rule, fake, device) for place, (a, b) in enumerate(zip(one, other, strict=True))]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written
+    return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written, varies
 
 
 def _run_on_random_numbers(
@@ -107,6 +108,26 @@ def _list_other_shapes(
                 found, own = pytree.tree_flatten(_run_with(module, leaves, spec, shapes, hints, whole)[2])
                 if own == structure:
                     yield list(map(_get_shape, found))
+
+
+def _depends_on_data(
+    module: nn.Module,
+    leaves: list[Any],
+    spec: Any,
+    shapes: list[Any],
+    hints: dict[Any, int],
+    first: list[tuple[int, ...]],
+    others: Sequence[list[tuple[int, ...]]],
+) -> bool:
+    """Tell whether the shapes of the result depend on more than those of what is given, or may do so."""
+    if _list_counted(leaves):
+        # One of the others is the first run once more: alone it shows nothing.
+        return len(others) < 2 or any(each != first for each in others)
+    try:
+        again = pytree.tree_leaves(_run_with(module, leaves, spec, shapes, hints, 0)[2])
+    except Exception:
+        return True
+    return list(map(_get_shape, again)) != first
 
 
 def _list_counted(leaves: Iterable[Any]) -> list[torch.Tensor]:

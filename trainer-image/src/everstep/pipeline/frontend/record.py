@@ -82,6 +82,7 @@ class Call:
     other_outputs: Template = None  # `outputs` if the training flag is the other one, where numbers in it differ
     weights: tuple[str, ...] = ()  # of an opaque call
     writes: tuple[str, ...] = ()  # those of them that it changes, by their names in the module
+    varies: bool = False  # whether the shapes of what an opaque call gives may depend on data
     changes: frozenset[int] = frozenset()  # the tensors that it is given and changes in place, by their places
     is_lent: bool = False  # whether it ran with parameters of others, as by torch.func.functional_call
 
@@ -160,6 +161,15 @@ class ForwardRecord:
     made: dict[Any, list[tuple[int, int]]] = field(default_factory=dict)  # values and dimensions of `sizes.made`
     reads: dict[Key, AttributeRead] = field(default_factory=dict)  # attributes of modules
     left: set[Key] = field(default_factory=set)  # attributes that hold something else afterwards
+
+    def find_varying(self) -> set[int]:
+        """Return the values whose shapes may depend on data: what such a call gives, and all that is made of that."""
+        found = set[int]()
+        for part in iterate_parts(self.root):
+            given = (ref.index for ref in iterate_references(part.inputs) if isinstance(ref, ValueRef))
+            if (isinstance(part, Call) and part.varies) or not found.isdisjoint(given):
+                found.update(iterate_made_values(part))
+        return found
 
     def iterate_conditions(self) -> Iterator[Any]:
         """All that the code of modules had to assume of sizes."""

@@ -271,7 +271,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             raise CannotFollow(reason) from error
         try:
             stand_ins = pytree.tree_map(self._stand_in, (args, kwargs))
-            result, mutated, written = opaque.infer_outputs(module, stand_ins, self.sizes, self.fake, self.device)
+            found = opaque.infer_outputs(module, stand_ins, self.sizes, self.fake, self.device)
+            result, mutated, written, call.varies = found
         except opaque.Failed as failed:
             raise CannotFollow(f"{reason}; and {failed}") from error
         for leaf in pytree.tree_leaves(result):

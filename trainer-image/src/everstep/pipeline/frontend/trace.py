@@ -54,6 +54,12 @@ class Traced:
     def graph(self) -> Graph:
         return _build_graph(self.record, self.units, self.samples)
 
+    @property
+    def varying(self) -> frozenset[str]:
+        """Return the names of the values whose shapes may depend on data, and not on those of the arguments alone."""
+        found = self.record.find_varying()
+        return frozenset(name for unit in self.units.all for name, index in unit.values.items() if index in found)
+
     @cached_property
     def manual(self) -> dict[str, int]:
         """The nodes that `with pipeline.stage(i)` has placed."""

@@ -63,6 +63,11 @@ class Tree:
         return {name: stage for name, stage in built.items() if stage is not None}
 
     @property
+    def varying(self) -> frozenset[str]:
+        """Return the names of the values whose shapes may depend on data: any may, as nobody has seen what is done."""
+        return frozenset(self.blocks)
+
+    @property
     def opened(self) -> frozenset[str]:
         """Return the paths of the modules that hold the blocks, and are not called."""
         parts = [name.split(".") for name in self.blocks]

@@ -1,0 +1,155 @@
+"""Values whose sizes depend on data go from process to process, and nobody has to name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.pipeline import LayoutOptions, PlanOptions, pipeline  # noqa: E402
+from everstep.pipeline.frontend import trace_model  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.small_nets import Block  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+WORDS, WIDTH = 6, 4
+
+
+class Select(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    def forward(self, x: Any, mask: Any) -> Any:
+        return x[mask]
+
+
+class Spread(nn.Module):  # type: ignore[misc]
+    def forward(self, words: Any, mask: Any) -> Any:
+        found = words.new_zeros(*mask.shape, words.shape[-1])
+        found[mask] = words
+        return found
+
+
+class Packed(nn.Module):  # type: ignore[misc]
+    """Gives what is as long as the longest text of a micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+
+
+class WithoutPadding(nn.Module):  # type: ignore[misc]
+    """Computes with the words that count, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.select, self.spread = nn.Linear(WIDTH, WIDTH), Select(), Spread()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        mask = torch.arange(x.shape[1]) < lengths[:, None]
+        words = self.select(self.first(x), mask)
+        for layer in self.layers:
+            words = words + layer(words).tanh()
+        return self.spread(words, mask).sum(1)
+
+
+class Recurrent(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.packed = nn.Linear(WIDTH, WIDTH), Packed()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        y = self.packed(self.first(x), lengths)
+        for layer in self.layers:
+            y = y + layer(y).tanh()
+        mask = torch.arange(y.shape[1]) < lengths[:, None]
+        return (y * mask[..., None]).sum(1)
+
+
+MODELS: dict[str, Any] = {"words": WithoutPadding, "texts": Recurrent}
+
+
+def _squares(output: Any, targets: Any) -> Any:
+    return (output - targets).square().sum(), len(targets)
+
+
+def _batch(step: int, replica: int) -> tuple[dict[str, Any], Any]:
+    """All batches have the same shapes, but other lengths."""
+    draws = torch.Generator().manual_seed(10 * step + replica)
+    lengths = torch.randint(1, WORDS, (6,), generator=draws)
+    x, targets = (torch.randn(6, *shape, WIDTH, generator=draws, dtype=torch.float64) for shape in ((WORDS,), ()))
+    return {"x": x, "lengths": lengths}, targets
+
+
+def _build(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def _train(rank: int, name: str, schedule: str, replicas: int) -> dict[str, Any]:
+    model, (example, targets) = _build(name), _batch(0, 0)
+    layout, plan = LayoutOptions(data_parallel=replicas), PlanOptions(costs="counted")
+    with pipeline(
+        model, example, _squares, targets=targets, microbatches=3, schedule=schedule, layout=layout, plan=plan
+    ) as run:
+        optimizer = torch.optim.SGD(run.groups(), lr=0.01)
+        for step in range(4):
+            run.step(*_batch(step, run.replica))
+            optimizer.step()
+        run.evaluate(*_batch(5, run.replica))
+        return {name: each.detach().numpy() for name, each in run.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "ranks_of_each", "replicas"),
+    [("words", "1f1b", 2, 1), ("texts", "zb-h1", 3, 1), ("texts", "simple", 2, 2)],
+)
+def test_lengths_that_only_data_say_may_be_others_in_each_batch(
+    name: str, schedule: str, ranks_of_each: int, replicas: int
+) -> None:
+    found = {}
+    for part in ranks.run(ranks_of_each * replicas, _train, name, schedule, replicas):
+        found |= part
+    model = _build(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        batches = [_batch(step, replica) for replica in range(replicas)]
+        losses = [_squares(model(**inputs), targets) for inputs, targets in batches]
+        (sum(total for total, _ in losses) / sum(count for _, count in losses)).backward()
+        optimizer.step()
+    for key, each in model.named_parameters():
+        assert torch.allclose(torch.from_numpy(found[key]), each, rtol=1e-10, atol=1e-10), key
+
+
+def test_what_depends_on_data_is_known_and_what_does_not_is_not() -> None:
+    def look(function: Any, *given: Any) -> bool:
+        class Model(nn.Module):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.between, self.last = Block(function), nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: Any, *more: Any) -> Any:
+                return self.last(self.between(x, *more) * 2)
+
+        found = trace_model(Model(), (torch.randn(3, WORDS, WIDTH), *given)).varying
+        assert found.isdisjoint({"x"})
+        return bool(found)
+
+    lengths = torch.tensor([3, 2, 6])
+    assert look(lambda x: x.tanh()) is False
+    assert look(lambda x: x if x.sum() > -1e9 else -x) is False
+    assert look(lambda x: (x if x.sum() > -1e9 else -x).repeat_interleave(2, 1)) is False
+    assert look(lambda x: x[x.sum(-1) > 0]) is True
+    assert look(lambda x, lengths: x[:, : int(lengths.max())], lengths) is True
+    assert look(lambda x, lengths: x * float(lengths.max()), lengths) is False
+    # Only one number of words is right, so nothing is known.
+    assert look(lambda x, lengths: x.reshape(-1, WIDTH).split(lengths.tolist())[0], torch.tensor([18, 18, 18])) is True
