@@ -253,15 +253,20 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
                     self._counted.see(targets)
             except PipelineError as error:
                 return error, None
-        if self.reads.inputs and batch is not None:
+        if batch is not None and (self.reads.inputs or self.reads.targets):
             try:
                 whole = self._arguments.name(batch)
-                self._arguments.check(whole, self.reads.inputs)
-                self._sizes.check(whole)
-                named = {name: map_tensors(whole[name], bring) for name in self.reads.inputs if name in whole}
+                if self.reads.inputs:
+                    self._arguments.check(whole, self.reads.inputs)
+                    self._sizes.check(whole)
+                # What others read shows whether they were given the same samples.
+                named = {
+                    name: map_tensors(each, bring) if name in self.reads.inputs else each
+                    for name, each in whole.items()
+                }
             except PipelineError as error:
-                named = error  # told to all, when they agree on the step
-        return named, map_tensors(targets, bring) if self.reads.targets else None
+                named = error if self.reads.inputs else None  # told to all, when they agree on the step
+        return named, map_tensors(targets, bring) if self.reads.targets else targets
 
 
 def _in_order(error: BaseException) -> bool:
