@@ -96,6 +96,7 @@ def train_in_stages(case: Case, stage_of: dict[str, int], alone: list[Trained]) 
 
 def _outcomes(rank: int) -> dict[str, list[str]]:
     torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     found: dict[str, list[str]] = {}
     for _, name in NAMES:
         case = next(cases[name] for cases in CLASSES.values() if name in cases)
@@ -111,7 +112,7 @@ def _outcomes(rank: int) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[str]]:
-    """What becomes of each class, at each cut."""
+    """Train each class at each cut."""
     found: dict[str, list[str]] = ranks.run(1, _outcomes, timeout=600.0)[0]
     return found
 

@@ -19,7 +19,7 @@ from torch import nn
 
 STEPS = 3
 CHANGED = 1  # the step in which something changes
-Code = Callable[[Any, Any], Any]  # of a module and what it is given
+Code = Callable[..., Any]  # of a module and what it is given
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def make(step: int, *shape: int, scale: float = 1.0) -> Any:
 class Opened(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     """Code of a model's own between two layers, which a cut opens."""
 
-    def __init__(self, code: Code | None = None, **held: Any) -> None:
+    def __init__(self, code: Code, **held: Any) -> None:
         super().__init__()
         self.one, self.two, self.code = nn.Linear(4, 4), nn.Linear(4, 4), code
         for name, value in held.items():
@@ -119,7 +119,12 @@ def positions(count: int) -> Any:
 def setting_parent() -> nn.Module:
     model = Opened(lambda model, x: model.inner(x) * (3 if model.found else 1), found=False)
     held = weakref.ref(model)
-    model.inner = Inner(lambda inner, x: (setattr(held(), "found", is_large(x)), x * 1.0)[1])
+
+    def look(inner: Any, x: Any) -> Any:
+        held().found = is_large(x)
+        return x * 1.0
+
+    model.inner = Inner(look)
     return model
 
 

@@ -40,7 +40,7 @@ class HeldObjects:
             note: Called with each plain value that is read.
         """
         kind = type(held)
-        if id(held) in self._known or not _can_be_watched(held) or name.count(".") >= _DEEP:
+        if id(held) in self._known or not can_be_watched(held) or name.count(".") >= _DEEP:
             return
         with contextlib.suppress(TypeError, AttributeError):  # of a class that cannot be changed
             if kind not in self._before:
@@ -81,13 +81,14 @@ class HeldObjects:
 
     def _hear(self, held: Any, name: str, value: Any) -> None:
         _, path, note = self._known[id(held)]
-        if _can_be_watched(value):
+        if can_be_watched(value):
             self.watch(value, f"{path}.{name}", note)
         else:
             note(f"{path}.{name}", value)
 
 
-def _can_be_watched(held: Any) -> bool:
+def can_be_watched(held: Any) -> bool:
+    """Tell whether it is an object of a class of Python's, as a configuration is, and none that is called by torch."""
     kind = type(held)
     return (
         not isinstance(held, torch.Tensor | nn.Module | type)

@@ -315,8 +315,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
     def _list_versions(self, args: Any, kwargs: Any) -> list[int]:
         """Return the versions of the tensors that a call is given."""
         self.busy = True
-        given = (self._stand_ins.get(self._refs.get(id(leaf)), leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-        found = [leaf._version for leaf in given if isinstance(leaf, torch.Tensor)]
+        tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        refs = ((self._refs.get(id(tensor)), tensor) for tensor in tensors)
+        found = [(tensor if ref is None else self._stand_ins.get(ref, tensor))._version for ref, tensor in refs]
         self.busy = False
         return found
 

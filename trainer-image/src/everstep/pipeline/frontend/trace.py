@@ -22,6 +22,7 @@ from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.counters import RecordWith, find_threshold
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size, with_sizes
+from everstep.pipeline.frontend.kept_tables import KeptTables
 from everstep.pipeline.frontend.record import Call, ForwardRecord, SizesFixed, Untraceable
 from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.script_draws import ScriptDraws
@@ -104,7 +105,7 @@ def trace_model(
         )
     device = next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
     known = collect_sizes([*tensors, *model.parameters(), *model.buffers()])
-    flags = {module: module.training for module in model.modules()}
+    flags, tables = {module: module.training for module in model.modules()}, KeptTables(model)
 
     def record_as(
         mode: bool, given: Mapping[str, Any] = arguments, made_hints: Mapping[int, int] | None = None
@@ -118,7 +119,7 @@ def trace_model(
         try:
             with casting_to(autocast, device.type), _quiet(given is not arguments):
                 new_sizes = partial(Sizes, known, made_hints=made_hints)
-                return _record_call(model, given, call, device, new_sizes, unsplit_inputs)
+                return _record_call(model, given, call, device, new_sizes, unsplit_inputs, tables)
         finally:
             for module, flag in flags.items():
                 module.training = flag
@@ -156,12 +157,13 @@ def trace_model(
         # Where only modules that run as they are take a size for a number, any other is right too.
         with contextlib.suppress(Untraceable):
             other_sizes = with_other_size(arguments, number, unsplit_inputs)
-            if modes.do_the_same(record_as(record.root.training), record_as(record.root.training, other_sizes)):
+            other = record_as(record.root.training, other_sizes)  # first, since most models take no others
+            if modes.do_the_same(record_as(record.root.training), other):
                 sizes = sizes.without(number)
     opened = _list_opened_modules(record.root, found)
     mode = record.root.training
-    read = {name for unit in found.all for name in unit.arguments}
-    unread = [name for name in record.arguments if name not in read]
+    used = {name for unit in found.all for name in unit.arguments}
+    unread = [name for name in record.arguments if name not in used]
 
     def is_asked(name: str) -> bool:
         without = {key: value for key, value in arguments.items() if key != name}
@@ -207,19 +209,20 @@ def _record_call(
     device: torch.device,
     new_sizes: Callable[..., Sizes],
     unsplit_inputs: Collection[str],
+    tables: KeptTables,
 ) -> ForwardRecord:
     unseen: dict[str, str] = {}
     guesses = True
     while True:
         recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs)
         try:
-            with attributes_kept(model), _python_draws_nothing(model), disable_compilation():
+            with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
 
                 def record_with(values: Mapping[Key, Any], sizes: Sizes) -> ForwardRecord:
                     again = Recorder(model, sizes, device, unseen, unsplit_inputs)
-                    with attributes_kept(model), _python_draws_nothing(model), disable_compilation():
+                    with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
                         for (path, name), value in values.items():
                             # A copy of a container, which forward changes.
                             vars(model.get_submodule(path))[name] = pytree.tree_map(lambda leaf: leaf, value)
