@@ -45,6 +45,9 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     found, position, model = cut.found, terms.position, terms.request.model
     transport = ProcessGroups(position.grid, position.device, nccl=position.nccl, control=terms.control)
     own = {index: cut.stages[index] for index in cut.schedule.stages_of(transport.rank)}
+    if terms.request.plan.check and cut.plan.microbatches * position.grid.replicas > 1:
+        for stage in own.values():
+            stage.refuse_late_writes()
     recut = Recut(model)
     terms.control.run_on_all_ranks(lambda: _fill_stages(terms, own, found))
     recut.carry_weights(own, terms.control)
@@ -53,7 +56,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     if isinstance(found, Traced):
         given = found.record.given
         changed = {given[each] for part in iterate_parts(found.record.root) for each in part.mutates if each in given}
-        terms.arguments.traced_with(terms.example, changed)
+        terms.arguments.traced_with(terms.example, changed, found.record.laid_out)
         found.record.constants[:] = [each.to(position.device) for each in found.record.constants]
     options = replace(terms.request.engine, dynamic=terms.request.engine.dynamic | found.varying)
     engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, options)
@@ -75,7 +78,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         FixedModules(model, found.opened),
     )
     run.expect_idle(cut.idle)
-    run.follow_model(model, found.opened)
+    run.follow_model(model, found.opened, found.modes if isinstance(found, Traced) else {})
     run.watch_targets(cut.loss)
     return run
 

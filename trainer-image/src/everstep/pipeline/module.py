@@ -14,12 +14,12 @@ from everstep.pipeline.engine.engine import Engine, StepResult
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments, refuse_uncut_targets
-from everstep.pipeline.frontend.attributes import FixedAttributes
+from everstep.pipeline.frontend.attributes import FixedAttributes, Reader
 from everstep.pipeline.frontend.autocast import refuse_other_autocast
 from everstep.pipeline.frontend.fixed_modules import FixedModules
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes
 from everstep.pipeline.frontend.foreign_weights import PipelineOpen
-from everstep.pipeline.frontend.model_modes import ModelModes
+from everstep.pipeline.frontend.model_modes import ModelModes, ReadModes
 from everstep.pipeline.frontend.skeleton import follow_modes, join_skeletons
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.half import refuse_half_autocast
@@ -61,6 +61,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         part = join_skeletons([stage.module for stage in stages.values()])
         self._part = (part,)  # no module of this one, which has its modules as its own
         self._modes: ModelModes | None = None
+        self._read_modes = ReadModes({}, part)
         self._counted: CountedTargets | None = None
         self.training = part.training
         # Its modules are this module's own, so that all names are those of the model; what they are called must not
@@ -99,14 +100,17 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         """
         self._idle = [each for name, each in self.named_parameters() if name in set(names)]
 
-    def follow_model(self, model: nn.Module, opened: Collection[str]) -> None:
+    def follow_model(
+        self, model: nn.Module, opened: Collection[str], read: Mapping[Reader, Mapping[bool, bool]]
+    ) -> None:
         """Have the modes of the model, and give it this pipeline's, from now on.
 
         Args:
             model: The model that was cut.
             opened: The paths of its modules whose code a cut may open.
+            read: The flags that the code of other modules reads, as `Traced.modes`.
         """
-        self._modes = ModelModes(model, opened, self._part[0])
+        self._modes, self._read_modes = ModelModes(model, opened, self._part[0]), ReadModes(read, self._part[0])
 
     def watch_targets(self, loss: Any) -> None:
         """Show the targets of each batch to a loss that has to be looked at for some."""
@@ -231,6 +235,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             self._follow_modes()
             if self._fixed_modules is not None:
                 self._fixed_modules.check()
+            self._read_modes.check()
             for stage in self._stages.values():
                 stage.check_mode()
             if self._fixed is not None:

@@ -17,6 +17,7 @@ from everstep.pipeline.engine.stage import OUTPUT, RunnableStage, why_not_split
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.alike import group_alike_nodes
 from everstep.pipeline.frontend.autocast import casting_to
+from everstep.pipeline.frontend.kept_tables import KeptTables
 from everstep.pipeline.frontend.placement import complete_placement
 from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.split import node_modules
@@ -145,7 +146,7 @@ def make_plan(
         }
     groups = group_alike_nodes(found) if isinstance(found, Traced) else ()
     # What modules keep of such a forward is without data where costs are counted, as a table made for a length.
-    with attributes_kept(model):
+    with attributes_kept(model), KeptTables(model).kept():
         profile = _make_profile(found.graph, nodes, groups, batch, place, request.costs, request.autocast)
 
     def solved() -> str:

@@ -6,7 +6,8 @@ import enum
 import inspect
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,6 +21,23 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _BY_POSITION_ONLY = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
 
 
+@dataclass(frozen=True)
+class _TensorKind:
+    """The part of a tensor that belongs to a trace, since code goes by it, as by `x.dim()` and `mask.dtype`."""
+
+    dtype: torch.dtype
+    dims: int
+    layout: torch.layout
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        return cls(tensor.dtype, tensor.dim(), tensor.layout)
+
+    def __str__(self) -> str:
+        layout = "" if self.layout is torch.strided else f", {self.layout}"
+        return f"a tensor of {self.dtype} with {self.dims} dimension{'s' * (self.dims != 1)}{layout}"
+
+
 class Arguments:
     """The arguments of one module. An example or a batch is a tensor, a tuple of positional arguments, or a mapping by
     names."""
@@ -27,6 +45,7 @@ class Arguments:
     def __init__(self, module: Any) -> None:
         self._traced: dict[str, Any] | None = None
         self._changed: frozenset[str] = frozenset()
+        self._laid_out: frozenset[str] = frozenset()
         self._signature = inspect.signature(module.forward)
         kinds = {each.kind: name for name, each in self._signature.parameters.items()}
         self._rest = kinds.get(inspect.Parameter.VAR_KEYWORD)
@@ -87,29 +106,32 @@ class Arguments:
         if not self._changed or given is None:
             return
         named = self.name(given)
-        memory = {_get_address(each) for each in pytree.tree_leaves(targets) if isinstance(each, torch.Tensor)} - {0}
+        memory = {_get_address(each) for each in _list_tensors(targets)} - {0}
         for name in sorted(self._changed):
-            for each in pytree.tree_leaves(named.get(name)):
-                if isinstance(each, torch.Tensor) and _get_address(each) in memory:
+            for each in _list_tensors(named.get(name)):
+                if _get_address(each) in memory:
                     raise PipelineError(
                         f"forward changes its argument {name!r} in place, and the targets are in the same memory: in "
                         "one process the loss would be given what forward made of them, in a pipeline what they were; "
                         "give targets that are a copy (clone()), or let forward change nothing of its arguments"
                     )
 
-    def traced_with(self, named: Mapping[str, Any], changed: Collection[str] = ()) -> None:
-        """Let `check` compare with these arguments from here on; `changed`: those that the forward changes in place."""
-        self._changed = frozenset(changed)
-        empty = torch.empty(0, device="cpu")
+    def traced_with(
+        self, named: Mapping[str, Any], changed: Collection[str] = (), laid_out: Collection[str] = ()
+    ) -> None:
+        """Let `check` compare with these arguments from here on; `changed`: those that the forward changes in place;
+        `laid_out`: those of which its code asks how they lie in memory."""
+        self._changed, self._laid_out = frozenset(changed), frozenset(laid_out)
         self._traced = {
-            name: pytree.tree_map(lambda leaf: empty if isinstance(leaf, torch.Tensor) else leaf, value)
+            name: pytree.tree_map(lambda leaf: _TensorKind.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
             for name, value in named.items()
         }
 
     def check(self, named: Mapping[str, Any], needed: Collection[str] = ()) -> None:
         """PipelineError if the trace says nothing of a call with these, because what is no tensor is part of a trace:
-        for another number, text, choice or object, and for a tensor where there was none. What is None is looked at
-        only in `needed`, what this process reads."""
+        for another number, text, choice or object, for a tensor where there was none, or of another type or number of
+        dimensions, and for keywords in another order. What is None is looked at only in `needed`, what this process
+        reads."""
         if self._traced is None:
             return
         for name in needed:
@@ -127,16 +149,52 @@ class Arguments:
         for name, known in self._traced.items():
             parameter = self._signature.parameters.get(name)
             default = parameter.default if parameter is not None else None
-            given = named.get(name, None if isinstance(known, torch.Tensor) else default)
+            given = named.get(name, None if isinstance(known, _TensorKind) else default)
             if (
                 given is not None
                 and given is not inspect.Parameter.empty
                 and (why := _describe_difference(known, given)) is not None
             ):
                 raise PipelineError(
-                    f"the argument {name!r} {why}, with which the model was traced: only tensors may change; give a "
-                    "number as a tensor, torch.tensor(0.5), and make a pipeline for each other choice"
+                    f"the argument {name!r} {why}, with which the model was traced: only the numbers and the sizes of "
+                    "tensors may change; give a number as a tensor, torch.tensor(0.5), convert tensors to the type of "
+                    "the example's, and make a pipeline for each other choice"
                 )
+        self.refuse_other_layout(named, self._laid_out)
+        self._check_order(named)
+        self._check_memory(named)
+
+    def refuse_other_layout(self, named: Mapping[str, Any], laid_out: Collection[str]) -> None:
+        """PipelineError if one of the arguments in `laid_out` does not lie in memory as in a trace, contiguously."""
+        for name in sorted(laid_out):
+            if not all(each.is_contiguous() for each in _list_tensors(named.get(name)) if each.layout is torch.strided):
+                raise PipelineError(
+                    f"forward asks how its argument {name!r} lies in memory (stride(), storage_offset(), "
+                    "is_contiguous(), as_strided()), and was traced for a contiguous one, which this is not: give "
+                    "contiguous() of it"
+                )
+
+    def _check_order(self, named: Mapping[str, Any]) -> None:
+        """PipelineError if what `forward` takes by `**` comes in another order, in which it may go through them."""
+        before = [name for name in self._traced or () if name in named and name not in self._signature.parameters]
+        now = [name for name in named if name in before]
+        if now != before:
+            raise PipelineError(
+                f"the arguments {', '.join(now)} are in another order than in the example ({', '.join(before)}), and "
+                f"forward gets them as **{self._rest}, which has an order: give them as in the example"
+            )
+
+    def _check_memory(self, named: Mapping[str, Any]) -> None:
+        """PipelineError if `forward` changes an argument in place of which another one has a part."""
+        spans = {name: [_get_span(each) for each in _list_tensors(named.get(name))] for name in named}
+        for name in sorted(self._changed & spans.keys()):
+            for other in spans.keys() - {name}:
+                if any(_do_overlap(one, two) for one in spans[name] for two in spans[other]):
+                    raise PipelineError(
+                        f"forward changes its argument {name!r} in place, and the argument {other!r} is in the same "
+                        "memory: in one process it would change too, in a pipeline each stage has its own: give a copy "
+                        "(clone()), or let forward change nothing of its arguments"
+                    )
 
     def fits(self, named: Mapping[str, Any]) -> bool:
         """Tell whether the module can be called with these."""
@@ -154,6 +212,22 @@ class Arguments:
         bound = inspect.BoundArguments(self._signature, own)
         rest = {name: value for name, value in named.items() if name not in self._signature.parameters}
         return module(*bound.args, **bound.kwargs, **rest)
+
+
+def _list_tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _get_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory begins and ends, as bytes; what has none is empty."""
+    if not _get_address(tensor):
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _do_overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _get_address(tensor: torch.Tensor) -> int:
@@ -174,9 +248,11 @@ def _describe_difference(known: Any, given: Any) -> str | None:
     if len(before) != len(now) or shape != form:
         return "is built otherwise than in the example"
     for old, new in zip(before, now, strict=True):
-        if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor):
+        if isinstance(old, _TensorKind) != isinstance(new, torch.Tensor):
             return "is a tensor now, and was none in the example" if isinstance(new, torch.Tensor) else "was a tensor"
-        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
+        if isinstance(new, torch.Tensor) and (kind := _TensorKind.of(new)) != old:
+            return f"is {kind} now, and was {old} in the example"
+        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new and not (old != old and new != new):
             return f"is {new!r} now, and was {old!r} in the example"
         if not isinstance(new, torch.Tensor) and not _are_equal(old, new):
             return f"is another {type(new).__name__} than in the example"

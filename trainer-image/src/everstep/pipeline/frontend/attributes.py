@@ -3,7 +3,8 @@
 A module that is never cut runs its own forward, and reads what its attributes are then. The code of all others may be
 opened by a cut, and which of them are depends on what a machine measured. So an attribute that such code reads is
 fixed wherever the cut falls, and a step with another value is refused. What is no plain value, as a tensor that is no
-buffer, a function or a configuration, is fixed as the object that it was: what changes in it is not seen.
+buffer, a function or a configuration, is fixed as the object that it was; of objects of Python's own classes, so are
+the plain values that are read of them.
 """
 
 from __future__ import annotations
@@ -11,33 +12,39 @@ from __future__ import annotations
 import enum
 import numbers
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.held_objects import HeldObjects
 
 Key = tuple[str, str]  # the path of a module, and the name of its attribute
-_EVERY_MODULE = frozenset(vars(nn.Module())) | frozenset(vars(nn.Module))
+Reader = tuple[str, str]  # the path of a module whose code reads the training flag of another, and that one's
+_OF_EVERY_MODULE, _METHODS = frozenset(vars(nn.Module())), frozenset(vars(nn.Module))
 _SCALARS = (type(None), numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device)
 _MANY = 10_000  # elements of a container that are compared at each step
-_NOT_PLAIN, _ABSENT = object(), object()
-
+_NOT_PLAIN = object()
 
 _WITH_DATA = (torch.Tensor, nn.Parameter)  # and not those of a trace
 
 
-class _OfClass:
-    """Stands for what a module has of its class: a method, until a script puts something in its place."""
+class _Mark(enum.Enum):
+    """Stands for what a module does not hold itself."""
+
+    OF_CLASS = "that of its class"  # a method, until a script puts something in its place
+    ABSENT = "not there"  # what code asks for by `hasattr`, or by `getattr` with a default
 
     def __repr__(self) -> str:
-        return "that of its class"
+        return str(self.value)
 
 
-_OF_CLASS = _OfClass()
+_OF_CLASS, _ABSENT = _Mark.OF_CLASS, _Mark.ABSENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +57,8 @@ class _HeldObject:
         if not isinstance(other, _HeldObject):
             return False
         one, two = self.held, other.held
+        if _is_array(one) and _is_array(two):  # a copy, since an array may be changed in place
+            return bool(one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes())
         return one is two or (
             type(one) in _WITH_DATA
             and type(two) in _WITH_DATA
@@ -76,21 +85,29 @@ class AttributeReads:
     `found`: those that it leaves as they are, plain ones and `objects`. `changed`: plain ones that it changes, with the
     values before and after, where nothing says that they are about something that the module keeps, as a table with a
     flag that it is there. `left`: all attributes, plain ones or not, read or not, that hold something else after it.
+    `modes`: the training flags of other modules than the one whose code reads them, with its own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, is_busy: Callable[[], bool] = lambda: False) -> None:
+        self.held_objects = HeldObjects(is_busy)
         self._modules = {id(module): (path, module, dict(vars(module))) for path, module in model.named_modules()}
         self._items = {key: _list_items(vars(module)) for key, (_, module, _) in self._modules.items()}
         self.found: dict[Key, AttributeRead] = {}
         self.objects: dict[Key, AttributeRead] = {}
         self.changed: dict[Key, tuple[Any, Any]] = {}
         self.left: set[Key] = set()
+        self.modes: dict[Reader, AttributeRead] = {}
 
     def note(self, module: nn.Module, name: str, value: Any, stack: Sequence[Any]) -> None:
         """Note that an attribute was read while these calls were under way, unless this forward has written it."""
-        if name in _EVERY_MODULE or id(module) not in self._modules:
+        if id(module) not in self._modules:
             return
         path, _, before = self._modules[id(module)]
+        if name == "training" and stack[-1].path != path:
+            read = self.modes.setdefault((stack[-1].path, path), AttributeRead((stack[-1].training, value)))
+            read.during.add(tuple(call.name for call in stack))
+        if _is_of_every_module(name, before):
+            return
         key = path, name
         if key not in self.found and key not in self.objects:
             held = before.get(name, _ABSENT)
@@ -103,12 +120,28 @@ class AttributeReads:
                 self.found[key] = AttributeRead(plain)
             elif held is value and name in before:
                 self.objects[key] = AttributeRead(held_copy(held))
+                self.held_objects.watch(held, name, partial(self._note_part, path, stack))
             elif callable(value) and name not in vars(module):
                 self.objects[key] = AttributeRead(_OF_CLASS)
             else:
                 return
         read = self.found.get(key) or self.objects[key]
         read.during.add(tuple(call.name for call in stack))
+
+    def _note_part(self, path: str, stack: Sequence[Any], name: str, value: Any) -> None:
+        """Note that something of an object was read which a module holds."""
+        plain = plain_copy(value) if isinstance(value, _PLAIN) else _NOT_PLAIN
+        if plain is not _NOT_PLAIN:
+            read = self.objects.setdefault((path, name), AttributeRead(plain))
+            read.during.add(tuple(call.name for call in stack))
+
+    def note_absence(self, module: nn.Module, name: str, stack: Sequence[Any]) -> None:
+        """Note that an attribute was asked for which is not there, and was not before."""
+        if id(module) in self._modules and not _has(module, name):
+            path, _, before = self._modules[id(module)]
+            if name not in before:
+                read = self.found.setdefault((path, name), AttributeRead(_ABSENT))
+                read.during.add(tuple(call.name for call in stack))
 
     def settle(self) -> None:
         """Tell apart what the forward, which has ended, has changed. Called before its changes are undone."""
@@ -119,7 +152,7 @@ class AttributeReads:
             self.left |= {
                 (path, name)
                 for name, value in now.items()
-                if name not in _EVERY_MODULE
+                if not _is_of_every_module(name, now)
                 and (value is not before.get(name, _ABSENT) or items.get(name) != self._items[number].get(name))
             }
             mine = {name: read.value for (of, name), read in self.found.items() if of == path}
@@ -127,7 +160,7 @@ class AttributeReads:
             keeps = any(value is _NOT_PLAIN for value in after.values()) or any(
                 value is not before.get(name, _ABSENT) and plain_copy(value) is _NOT_PLAIN
                 for name, value in now.items()
-                if name not in _EVERY_MODULE
+                if not _is_of_every_module(name, now)
             )
             for name, value in after.items():
                 if value is _NOT_PLAIN or value != mine[name]:
@@ -166,27 +199,22 @@ class FixedAttributes:
         """
         for path, name, module, value in self._held:
             if not _is_as_it_was(module, name, value):
-                raise _make_changed_error(path, name, module, value, getattr(module, name, _ABSENT))
+                raise _make_changed_error(path, name, module, value, _get(module, name))
         for path, name, module, value in self._stand_ins:
             now = vars(module).get(name, _ABSENT)
             if now is not _ABSENT and held_copy(now) != value:
                 raise _make_changed_error(path, name, module, value, now)
 
 
-def select_attributes(values: Mapping[Key, Any], paths: Collection[str]) -> dict[Key, Any]:
-    """Return those of the modules at these paths, and of the modules in them."""
-    return {key: value for key, value in values.items() if any(f"{key[0]}.".startswith(f"{path}.") for path in paths)}
-
-
 def plain_copy(value: Any) -> Any:
     """Return a copy of a number, a text, or a container of them, that stays as it is; else what equals no copy."""
     if isinstance(value, _SCALARS):
         return value
-    if isinstance(value, list | tuple | set | frozenset) and len(value) <= _MANY:
+    if isinstance(value, _CONTAINERS) and len(value) <= _MANY:
         items = [plain_copy(each) for each in value]
         if any(each is _NOT_PLAIN for each in items):
             return _NOT_PLAIN
-        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         return kind(items)
     if isinstance(value, dict) and len(value) <= _MANY:
         found = {key: plain_copy(each) for key, each in value.items()}
@@ -199,21 +227,54 @@ def held_copy(value: Any) -> Any:
     objects."""
     if (plain := plain_copy(value)) is not _NOT_PLAIN:
         return plain
-    if isinstance(value, list | tuple) and len(value) <= _MANY:
+    if isinstance(value, list | tuple | deque) and len(value) <= _MANY:
         return [held_copy(each) for each in value]
     if isinstance(value, dict) and len(value) <= _MANY:
         return {key: held_copy(each) for key, each in value.items()}
-    return _HeldObject(value)
+    if isinstance(value, SimpleNamespace):  # which no Python code reads, and so nobody hears of
+        return held_copy(vars(value))
+    if isinstance(value, partial):
+        return [held_copy(each) for each in (value.func, value.args, value.keywords)]
+    return _HeldObject(value.copy() if _is_array(value) and value.size <= _MANY else value)
 
 
 def _is_as_it_was(module: nn.Module, name: str, value: Any) -> bool:
     if value is _OF_CLASS:
         return name not in vars(module)
-    now = getattr(module, name, _ABSENT)
+    if value is _ABSENT:
+        return not _has(module, name)
+    now = _get(module, name)
     return now is value or bool(held_copy(now) == value)
 
 
-_PLAIN = (*_SCALARS, list, tuple, set, frozenset, dict)
+def _get(module: nn.Module, name: str) -> Any:
+    """Return an attribute, or one of an object that it holds, by names with dots between them."""
+    found: Any = module
+    for each in name.split("."):
+        found = getattr(found, each, _ABSENT)
+    return found
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Tell whether a module or its class holds something by this name; what a `__getattr__` of its own finds elsewhere
+    is read there."""
+    held = vars(module)
+    parts = (held, *(held.get(each, ()) for each in ("_parameters", "_buffers", "_modules")))
+    return any(name in part for part in parts) or _of_class(type(module), name) is not _ABSENT
+
+
+def _is_of_every_module(name: str, held: Mapping[str, Any]) -> bool:
+    """Tell whether an attribute is one of torch's, and not one that a module holds by the name of a method, as
+    `type`."""
+    return name in _OF_EVERY_MODULE or (name in _METHODS and (name == "forward" or name not in held))
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and not value.dtype.hasobject
+
+
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_PLAIN = (*_SCALARS, *_CONTAINERS, dict)
 
 
 def _list_items(held: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -221,7 +282,7 @@ def _list_items(held: Mapping[str, Any]) -> dict[str, list[int]]:
     return {
         name: [id(each) for each in (value.values() if isinstance(value, dict) else value)]
         for name, value in held.items()
-        if isinstance(value, list | dict | set | deque) and name not in _EVERY_MODULE
+        if isinstance(value, list | dict | set | deque) and not _is_of_every_module(name, held)
     }
 
 
@@ -240,13 +301,15 @@ def _make_changed_error(path: str, name: str, module: nn.Module, value: Any, now
     )
 
 
-def changes_itself(model: nn.Module, key: Key, before: Any, after: Any) -> PipelineError:
-    """Return the error for a forward that does something else because it has changed an attribute."""
+def changes_itself(model: nn.Module, key: Key, before: Any, after: Any, count: float | None = None) -> PipelineError:
+    """Return the error for a forward that does something else because it has changed an attribute: the next time, or
+    when that is `count`."""
     path, name = key
     module = model.get_submodule(path)
     where = f"module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
+    when = "the next time" if count is None else f"when it is {count}"
     return PipelineError(
         f"{where} changes its own attribute {name!r} in forward (from {before!r:.80} to {after!r:.80}), and does "
-        "something else the next time: a pipeline calls forward once for each micro-batch, or not at all where it is "
+        f"something else {when}: a pipeline calls forward once for each micro-batch, or not at all where it is "
         "cut; count in the script, and give forward the number as an argument that is a tensor, or make it a buffer"
     )

@@ -86,7 +86,8 @@ def compare_gradients(
     if not worst <= tolerance:
         raise PipelineError(
             f"the gradient of {where} differs by {worst:.1e} from the unsplit model's: its code passes a "
-            "value on that is neither an argument nor a result; place the modules that share it in one stage"
+            "value on that is neither an argument nor a result; place the modules that share it in one stage; or it "
+            "does what no trace sees, as to seed a generator or to ask for type(x)"
         )
     return worst
 

@@ -1,5 +1,6 @@
-"""Sizes of arguments that a model's code takes for numbers, by int(), float(), len(), math or a loop: what follows from
-them is in the trace, and batches of other sizes would be given what follows from the example's."""
+"""Sizes of arguments that a model's code takes for numbers, by int(), float(), len(), math or a loop, or an operation
+as linspace(): what follows from them is in the trace, and batches of other sizes would be given what follows from the
+example's."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.record import ForwardRecord, SizePlace
-from everstep.pipeline.frontend.sizes import is_broken, symbols_of
+from everstep.pipeline.frontend.sizes import is_broken
 
 _INSTEAD = (
     "pad all batches to the example's sizes, compute with x.shape[1] itself instead of int(), float(), len(), math or "
@@ -70,8 +71,8 @@ class FixedSizes:
             now = _get_size(named, place)
             if now is not None and now != size:
                 raise PipelineError(
-                    f"{_describe(place)} is {now}, and was {size} in the example: the model's code takes this size for "
-                    f"a number, so that the stages have what follows from {size}; {_INSTEAD}"
+                    f"{_describe(place)} is {now}, and was {size} in the example: the model's code, or an operation "
+                    f"in it, takes this size for a number, so that the stages have what follows from {size}; {_INSTEAD}"
                 )
         for one, other in self.pairs:
             sizes = _get_size(named, one), _get_size(named, other)
@@ -87,15 +88,14 @@ class FixedSizes:
 def find_fixed_sizes(record: ForwardRecord) -> FixedSizes:
     """Find the sizes that this forward has fixed, each or to each other.
 
-    Where only an operation of torch needs a size, as a layer its features, that refuses any other by itself.
+    Also those that an operation of torch has fixed, as a layer its features: some take others when they run, as
+    `linspace` any number of steps, and all take 1 where they broadcast.
     """
     numbers, pairs = [], []
-    by_code = symbols_of(each for call in record.root.all_calls() for each in call.conditions)
     for symbol, place in record.symbols.items():
         found = record.sizes.simplify(symbol)
         if isinstance(found, int):
-            if symbol in by_code or found == 1:  # an operation takes any size in the place of 1
-                numbers.append((place, found))
+            numbers.append((place, found))
         elif found != symbol and found in record.symbols:
             pairs.append((place, record.symbols[found]))
     return FixedSizes(tuple(numbers), tuple(pairs))

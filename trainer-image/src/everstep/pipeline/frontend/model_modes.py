@@ -8,10 +8,12 @@ reads `model.training` reads the mode of the pipeline.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.attributes import Reader
 from everstep.pipeline.frontend.skeleton import Drawing, Skeleton
 
 
@@ -47,3 +49,39 @@ class ModelModes:
             module = original()
             if module is not None:
                 module.training = self._known[place] = stand_in.training
+
+
+class ReadModes:
+    """The training flags that the code of another module reads: a stage has what followed from them.
+
+    Args:
+        modes: By the paths of the reader and of what it reads, the flag of the latter for each flag of the former.
+        part: What stands for the model in this process, of which only the modules that are in it are looked at.
+    """
+
+    def __init__(self, modes: Mapping[Reader, Mapping[bool, bool]], part: nn.Module) -> None:
+        here = dict(part.named_modules(remove_duplicate=False))
+        self._held = [
+            (reader, path, here[reader], here[path], dict(known))
+            for (reader, path), known in modes.items()
+            if reader in here and path in here
+        ]
+
+    def check(self) -> None:
+        """Compare all of them with what they were.
+
+        Raises:
+            PipelineError: If one is another than in the trace of this mode, with both modules.
+        """
+        for reader, path, around, module, known in self._held:
+            if module.training != known.get(around.training, module.training):
+                raise PipelineError(
+                    f"module {path!r} is in {_name_mode(module)}, and was not when pipeline() traced the code of "
+                    f"{repr(reader) if reader else 'the model'} in {_name_mode(around)}, which reads its training "
+                    "flag: the stages have what followed from that; let each module's code read its own flag, or set "
+                    "both alike"
+                )
+
+
+def _name_mode(module: nn.Module) -> str:
+    return "training" if module.training else "evaluation"

@@ -9,11 +9,13 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
 from everstep.pipeline.frontend.refs import (
     Constant,
+    Size,
     Slice,
     Template,
     ValueRef,
     are_plain_leaves_equal,
     is_reference,
+    iterate_references,
     list_plain_leaves,
 )
 
@@ -47,12 +49,16 @@ def are_records_equal(one: ForwardRecord, other: ForwardRecord) -> bool:
     )
 
 
-def do_the_same(one: ForwardRecord, other: ForwardRecord) -> bool:
+def do_the_same(one: ForwardRecord, other: ForwardRecord, *, with_inputs: bool = True) -> bool:
     """Return whether two records of the same mode differ in nothing but calls that have no others inside, which run as
-    they are. `one` is of no use afterwards."""
+    they are; `with_inputs`, also in what the model is given. `one` is of no use afterwards."""
+    if not with_inputs:
+        one.root.inputs = other.root.inputs = None
     try:
         _Merge(one.constants, other.constants).call(one.root, other.root)
     except _Differ:
+        return False
+    if _list_numbers(one) != _list_numbers(other):
         return False
 
     def same(call: Call) -> bool:
@@ -66,6 +72,22 @@ def do_the_same(one: ForwardRecord, other: ForwardRecord) -> bool:
         )
 
     return same(one.root)
+
+
+def _list_numbers(record: ForwardRecord) -> list[int | None]:
+    """Return what the sizes have become that operations and calls are given which stages run one by one: the numbers
+    that they were found to be, or None."""
+    found, waiting = list[int | None](), [record.root]
+    while waiting:
+        call = waiting.pop()
+        waiting += call.calls()
+        inside = call.body if not call.path or any(call.calls()) else []
+        for template in (call.inputs, call.outputs, *(each.inputs for each in inside if isinstance(each, Op))):
+            for ref in iterate_references(template):
+                if isinstance(ref, Size):
+                    size = record.sizes.simplify(ref.expr)
+                    found.append(size if isinstance(size, int) else None)
+    return found
 
 
 class _Merge:

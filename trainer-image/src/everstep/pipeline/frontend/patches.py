@@ -18,6 +18,7 @@ class AttributeListener(Protocol):
     busy: bool
 
     def attribute(self, module: nn.Module, name: str, value: Any) -> None: ...
+    def absence(self, module: nn.Module, name: str) -> None: ...
 
 
 class RecordingListener(AttributeListener, Protocol):
@@ -65,11 +66,16 @@ def _patch_module_calls(listener: RecordingListener) -> Iterator[None]:
 
 @contextlib.contextmanager
 def listen_to_attributes(listener: AttributeListener) -> Iterator[None]:
-    """Report to the listener, while inside, which attributes of modules are read."""
+    """Report to the listener, while inside, which attributes of modules are read, or asked for and not there."""
     plain = object.__getattribute__
 
     def read(module: nn.Module, name: str) -> Any:
-        value = plain(module, name)  # what is not there, Python itself then asks `__getattr__` for
+        try:
+            value = plain(module, name)
+        except AttributeError:  # Python itself then asks `__getattr__` for it
+            if not listener.busy and not name.startswith("__"):
+                listener.absence(module, name)
+            raise
         if not listener.busy and not name.startswith("__"):
             listener.attribute(module, name, value)
         return value

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.attributes import AttributeRead, Key
+from everstep.pipeline.frontend.attributes import AttributeRead, Key, Reader
 from everstep.pipeline.frontend.refs import Template, ValueRef, iterate_references
 from everstep.pipeline.frontend.sizes import Shape, Sizes
 
@@ -155,12 +155,14 @@ class ForwardRecord:
     odd: str = ""  # what the model returns that cannot be followed
     given: dict[int, str] = field(default_factory=dict)  # memory of the arguments, and which it is
     held: dict[int, str] = field(default_factory=dict)  # the same of weights
+    laid_out: set[str] = field(default_factory=set)  # arguments of which code asks how they lie in memory
     replaced: set[str] = field(default_factory=set)  # buffers in whose place another tensor is put
     lasting: set[int] = field(default_factory=set)  # memory that was there before
     symbols: dict[Any, SizePlace] = field(default_factory=dict)  # where each size of the arguments is
     made: dict[Any, list[tuple[int, int]]] = field(default_factory=dict)  # values and dimensions of `sizes.made`
     reads: dict[Key, AttributeRead] = field(default_factory=dict)  # attributes of modules
     left: set[Key] = field(default_factory=set)  # attributes that hold something else afterwards
+    modes: dict[Reader, AttributeRead] = field(default_factory=dict)  # training flags that others' code reads
 
     def find_varying(self) -> set[int]:
         """Return the values whose shapes may depend on data: what such a call gives, and all that is made of that."""

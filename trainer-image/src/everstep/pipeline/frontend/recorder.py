@@ -7,8 +7,8 @@ level where modules and functions are called, and a call that cannot be followed
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from operator import is_
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -34,6 +35,8 @@ from everstep.pipeline.frontend.refs import (
     Template,
     ValueRef,
     Weight,
+    describe_odd_result,
+    holds_more,
     make_template,
 )
 from everstep.pipeline.frontend.sizes import Sizes
@@ -41,19 +44,6 @@ from everstep.pipeline.frontend.writes import only_reads_statistics
 
 HERE = Here()
 _KINDS = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
 _DIFFERENTIATES = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _T: Any = torch.Tensor  # its types do not tell that properties can be set
 _REPLACES = {_T.data.__set__, _T.grad.__set__, _T.resize_, _T.set_}
@@ -61,6 +51,7 @@ _REPLACES = {_T.data.__set__, _T.grad.__set__, _T.resize_, _T.set_}
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 _MARKS = HOOKS | {torch.Tensor.requires_grad_, _T.requires_grad.__set__}
 _BY_STRIDES = {torch.as_strided, torch.Tensor.as_strided}
+_OF_MEMORY = _BY_STRIDES | {torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous}
 _STATISTICS = {nn.functional.batch_norm, torch.batch_norm, nn.functional.instance_norm, torch.instance_norm}
 
 
@@ -96,7 +87,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.drawn = False
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._own_parameters = {id(module): tuple(module._parameters.values()) for module in model.modules()}
-        self.attributes = AttributeReads(model)
+        self.attributes = AttributeReads(model, lambda: self.busy)
         self._repeats: dict[str, int] = {}
         self._stack: list[Call] = []
         self._clock = 0
@@ -118,10 +109,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         # Without the dispatcher, operations such as constant padding read sizes as numbers, which fixes them.
         with self.fake, enable_python_dispatcher():
             given = {name: self._arguments(name, value, ()) for name, value in arguments.items()}
-            with torch.enable_grad(), listen_to_model(self), self:
+            with torch.enable_grad(), listen_to_model(self), self.attributes.held_objects.listening(), self:
                 call(given)
         self.attributes.settle()
         self.record.reads, self.record.left = self.attributes.found, self.attributes.left
+        self.record.modes = self.attributes.modes
         self.record.values = [self._describe(tensor) for tensor in self._made]
         self.record.made = self.sizes.find_made_places(self._made)
         for found in self.record.arguments.values():
@@ -151,6 +143,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if self._stack:
             self.attributes.note(module, name, value, self._stack)
 
+    def absence(self, module: nn.Module, name: str) -> None:
+        """An attribute that is not there."""
+        if self._stack:
+            self.attributes.note_absence(module, name, self._stack)
+
     def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call of a module, whose operations are recorded inside."""
         path = self._paths.get(id(module))
@@ -158,6 +155,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             return original(module, *args, **kwargs)
         call = self._begin(module, path, args, kwargs)
         buffers, parameters, renamed = dict(module._buffers), dict(module._parameters), len(self._renamed)
+        versions = self._list_versions(args, kwargs)
         try:
             if path in self.unseen:
                 raise CannotFollow(self.unseen[path])
@@ -183,10 +181,12 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 self.busy = False
         finally:
             self._stack.pop()
+        now = self._list_versions(args, kwargs)
         self.busy = True
+        call.changes |= {place for place, version in enumerate(versions) if now[place : place + 1] != [version]}
         call.outputs = self._handed(result)
         if call.outputs is None and call is self.record.root:
-            self.record.odd = _describe_odd_result(result)
+            self.record.odd = describe_odd_result(result)
         self.busy = False
         return result
 
@@ -226,6 +226,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             real_args, real_kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
             tensors = [leaf for leaf in pytree.tree_leaves((real_args, real_kwargs)) if isinstance(leaf, torch.Tensor)]
             before = [tensor._version for tensor in tensors]
+            if func in _OF_MEMORY and (name_of := self.record.given.get(_get_storage_key(tensors[0]))) is not None:
+                self.record.laid_out.add(name_of)
             result = func(*real_args, **real_kwargs)
             # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
             if self.sizes.new_conditions(name, tensors) and self.sizes.batch_is_fixed():
@@ -288,6 +290,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         call.mutates = frozenset(_get_storage_key(given[index]) for index in mutated) | frozenset(
             map(_get_storage_key, buffers)
         )
+        increment_version([given[index] for index in mutated])
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         call.touches = frozenset(map(_get_storage_key, given + buffers + made))
         if self.sizes.new_conditions() and self.sizes.batch_is_fixed():
@@ -309,6 +312,15 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if found and self.sizes.batch_is_fixed():
             raise SizesFixed(self._stack[-1].path)
         self._stack[-1].conditions += found
+
+    def _list_versions(self, args: Any, kwargs: Any) -> list[int]:
+        """Return the versions of the tensors that a call is given."""
+        self.busy = True
+        tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        refs = ((self._refs.get(id(tensor)), tensor) for tensor in tensors)
+        found = [(tensor if ref is None else self._stand_ins.get(ref, tensor))._version for ref, tensor in refs]
+        self.busy = False
+        return found
 
     def _is_lent(self, module: nn.Module) -> bool:
         """Tell whether a module has parameters of others in the place of its own for this call."""
@@ -367,7 +379,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             found = make_template(structure, self._refer)
         except CannotFollow:
             return None
-        return None if any(map(_holds_more, pytree.tree_leaves(structure))) else found
+        return None if any(map(holds_more, pytree.tree_leaves(structure))) else found
 
     def _stand_in(self, leaf: Any) -> Any:
         """Return a tensor without data for one with data."""
@@ -392,7 +404,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
     def _arguments(self, name: str, value: Any, path: tuple[Any, ...]) -> Any:
         """The example's argument without its data, with sizes that may change."""
         if isinstance(value, dict):
-            return {key: self._arguments(name, each, (*path, key)) for key, each in value.items()}
+            found = {key: self._arguments(name, each, (*path, key)) for key, each in value.items()}
+            return OrderedDict(found) if isinstance(value, OrderedDict) else found
         if isinstance(value, list | tuple):
             items = [self._arguments(name, each, (*path, at)) for at, each in enumerate(value)]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -414,23 +427,6 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         return TensorInfo(self.sizes.shape(tensor), tensor.dtype, bool(tensor.requires_grad))
 
 
-def _holds_more(leaf: Any) -> bool:
-    """Tell whether a leaf may hold tensors that the recorder does not see."""
-    if isinstance(leaf, (torch.Tensor, *_PLAIN, slice, torch.Size, *(kind for kind, _ in _KINDS))):
-        return False
-    return not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__")
-
-
-def _describe_odd_result(result: Any) -> str:
-    """Describe what in a model's result is no tensor and no structure of tensors, and where it is."""
-    found = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(result)[0] if _holds_more(leaf)]
-    return (
-        f"a {type(found[0][1]).__name__} (in result{pytree.keystr(found[0][0])})"
-        if found
-        else "a tensor from elsewhere"
-    )
-
-
 def _get_storage_key(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -440,8 +436,3 @@ def _name_operation(func: Any) -> str:
     if name in ("__get__", "__set__"):
         name = getattr(func.__self__, "__name__", name)
     return name.strip("_") + "_" * (not name.startswith("_") and name.endswith("_"))
-
-
-def collect_sizes(tensors: Iterable[Any]) -> set[int]:
-    """All sizes that these tensors have."""
-    return {size for tensor in tensors for size in tensor.shape}

@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.errors import PipelineError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# What holds no tensors.
+_CLOSED = (*_PLAIN, *_SYMBOLIC, torch.dtype, torch.device, torch.layout, torch.memory_format, slice, torch.Size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,4 +260,21 @@ def _make_result_error(name: str, now: str, before: str) -> PipelineError:
         f"module {name!r} returned {now}, and {before} when pipeline() was called: the code around it was traced with "
         "that, and would go by it. Numbers, flags, keys and missing tensors that depend on data cannot leave a module: "
         "let the code that goes by them be in the same module, or return a tensor"
+    )
+
+
+def holds_more(leaf: Any) -> bool:
+    """Tell whether a leaf may hold tensors that the recorder does not see."""
+    if isinstance(leaf, (torch.Tensor, *_CLOSED)):
+        return False
+    return not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__")
+
+
+def describe_odd_result(result: Any) -> str:
+    """Describe what in a model's result is no tensor and no structure of tensors, and where it is."""
+    found = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(result)[0] if holds_more(leaf)]
+    return (
+        f"a {type(found[0][1]).__name__} (in result{pytree.keystr(found[0][0])})"
+        if found
+        else "a tensor from elsewhere"
     )

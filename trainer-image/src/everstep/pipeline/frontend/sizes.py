@@ -243,3 +243,8 @@ def solve_sizes(found: Sequence[SymbolSource], shapes: Mapping[Any, Sequence[int
             raise PipelineError(f"dimension {place.dim} of {place.tensor} is {size + place.offset}, which cannot be")
         values[place.symbol] = size // place.factor
     return values
+
+
+def collect_sizes(tensors: Iterable[Any]) -> set[int]:
+    """All sizes that these tensors have."""
+    return {size for tensor in tensors for size in tensor.shape}

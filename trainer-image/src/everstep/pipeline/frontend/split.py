@@ -9,7 +9,7 @@ from typing import Any
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
-from everstep.pipeline.frontend.attributes import FixedAttributes, select_attributes
+from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.made_conditions import GIVEN, MadeConditions, share_made_conditions
 from everstep.pipeline.frontend.record import Call, Op, iterate_made_values, iterate_parts
 from everstep.pipeline.frontend.recorder import HOOKS
@@ -37,16 +37,15 @@ from everstep.pipeline.frontend.stages import (
     StageModule,
     StageUses,
     Step,
-    call_unseen,
     draw_with_state,
     make_context,
-    put_checked,
     read_argument,
     register_tensor_hook,
 )
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
+from everstep.pipeline.frontend.unseen import UnseenCall
 
 
 def split_model(model: Traced | Tree, stage_of: Mapping[str, int] | None = None) -> list[StageModule]:
@@ -198,9 +197,9 @@ class _Cut:
         } | self.record.replaced & self.find_held_weights()
 
     def _find_changed_arguments(self) -> set[str]:
-        """The arguments that it changes in place."""
+        """The arguments that it changes in place, or of which code asks how they lie in memory."""
         memory = {each for unit in self.own for part in iterate_parts(unit.item) for each in part.mutates}
-        return {name for each, name in self.record.given.items() if each in memory}
+        return {name for each, name in self.record.given.items() if each in memory} | self.record.laid_out
 
     def _find_passed_values(self, inputs: Mapping[str, int | None], has_output: bool) -> set[str]:
         """The values of other stages that the model returns as they are, which a loss may change in place, as it may
@@ -226,6 +225,7 @@ class _Cut:
         """The arguments that it reads, and the shapes of all that it is given. Where those do not show one of the
         `symbols`, as for positions without a text, it reads an argument that does."""
         arguments = {name for unit in self.own for name in unit.arguments} | self.made_conditions.list_arguments()
+        arguments |= set() if self.index else set(self.model.asked)  # so that somebody sees whether they are there
         shapes: dict[str, dict[Any, Any]] = {
             name: {Argument(name, path): each.shape for path, each in found.items()}
             for name, found in self.record.arguments.items()
@@ -375,10 +375,9 @@ class _Cut:
             plain = {item.training: list_plain_leaves(item.outputs), not item.training: list_plain_leaves(other)}
             put = compile_result_binder(item.outputs, plain, item.module, item.name)
             func: Any = item.module
-            if unseen := [each.path for each in item.all_calls() if each.opaque]:
-                func = partial(call_unseen, item.name, func, item.changes if item.opaque else None)
-            if fixed := select_attributes(self.model.attributes, unseen):
-                put = partial(put_checked, put, FixedAttributes(self.model.model, fixed))
+            if any(each.opaque for each in item.all_calls()):
+                func = UnseenCall(self.record, item, put, FixedAttributes(self.model.model, self.model.attributes))
+                put = func.put
             return Step(
                 item.name, func, item.module, inputs, put, tuple(forget), make_context(item.grad, item.autocast)
             )

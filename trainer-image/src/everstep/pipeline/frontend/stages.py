@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.refs import Argument, Frame, Maker
 from everstep.pipeline.frontend.sizes import SymbolSource, evaluate_size, solve_sizes, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing
+from everstep.pipeline.frontend.unseen import refuse_late_writes
 
 INPUT = "input:"
 OUTPUT = "output"
@@ -160,6 +159,10 @@ class StageModule:
                 "with the model in the other mode"
             )
 
+    def refuse_late_writes(self) -> None:
+        """Let modules that depend on data write nothing that they did not write in the trace, from now on."""
+        refuse_late_writes(step.func for step in self._steps)
+
     def has(self, name: str) -> bool:
         """Tell whether it has the parameter or buffer that has this name in the model."""
         path, _, last = name.rpartition(".")
@@ -220,40 +223,6 @@ def _get_tensor(where: Any, frame: Frame) -> Any:
     return frame.values[where.index]
 
 
-def call_unseen(name: str, module: nn.Module, changes: Collection[int] | None, *args: Any, **kwargs: Any) -> Any:
-    """Call a module that depends on data, and look whether it hands something on in a way that no trace has seen.
-
-    Args:
-        name: The name of the call.
-        module: The module.
-        changes: The tensors that it is known to change in place, by their places; None if nothing is known of that.
-        args: Those of the call.
-        kwargs: The same.
-
-    Raises:
-        PipelineError: It has changed another tensor, or a list or a dictionary.
-    """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    versions = list(map(_get_version, tensors))
-    result = module(*args, **kwargs)
-    held, now = pytree.tree_flatten((args, kwargs))
-    what = "" if now == spec and all(map(is_, held, leaves)) else "a list or a dictionary"
-    for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-        if changes is not None and place not in changes and _get_version(tensor) != version:
-            what = "a tensor"
-    if what:
-        raise PipelineError(
-            f"module {name!r} has changed {what} that it was given, and did not when pipeline() was called: this "
-            "depends on data, and code in other stages would not see it: let it return what it makes"
-        )
-    return result
-
-
-def _get_version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)
-
-
 def make_context(
     grad: bool, autocast: tuple[str, Any, bool] | None
 ) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
@@ -282,11 +251,6 @@ def read_argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
     for key in path:
         found = found[key]
     return found
-
-
-def put_checked(put: Callable[[Any, Frame], None], fixed: FixedAttributes, result: Any, frame: Frame) -> None:
-    fixed.check()  # the module may have set them by its data, and code around it has read them in the trace
-    put(result, frame)
 
 
 def draw_with_state(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+import logging
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,14 +17,16 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.frontend import modes
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.assumed_sizes import find_assumptions
-from everstep.pipeline.frontend.attributes import Key, changes_itself
+from everstep.pipeline.frontend.attributes import AttributeRead, Key, Reader, changes_itself
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
+from everstep.pipeline.frontend.counters import RecordWith, find_threshold
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size, with_sizes
+from everstep.pipeline.frontend.kept_tables import KeptTables
 from everstep.pipeline.frontend.record import Call, ForwardRecord, SizesFixed, Untraceable
-from everstep.pipeline.frontend.recorder import Recorder, collect_sizes
+from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.script_draws import ScriptDraws
-from everstep.pipeline.frontend.sizes import Sizes, evaluate_size, symbols_of
+from everstep.pipeline.frontend.sizes import Sizes, collect_sizes, evaluate_size, symbols_of
 from everstep.pipeline.frontend.units import Item, Units, find_units
 from everstep.pipeline.graph import Graph, GraphNode
 
@@ -36,7 +39,9 @@ class Traced:
     the example; the bytes in `graph` are those of a micro-batch of that size, its times are 0 until somebody measures.
     `attributes`: those of modules that code reads which a cut may open, with their values, which are part of the trace;
     so are `sizes` of the arguments that its code takes for numbers. `opened`: the modules that a cut may open. `left`:
-    the attributes that a forward leaves with something else in them.
+    the attributes that a forward leaves with something else in them. `asked`: the arguments of which no stage needs the
+    numbers, but without which the code does something else. `modes`: by the paths of two modules, what the training
+    flag of the second was for each one of the first, whose code reads it.
     """
 
     model: nn.Module
@@ -49,6 +54,8 @@ class Traced:
     opened: Collection[str] = ()
     sizes: FixedSizes = field(default_factory=FixedSizes)
     left: Collection[Key] = ()
+    asked: Collection[str] = ()
+    modes: Mapping[Reader, Mapping[bool, bool]] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> Graph:
@@ -71,7 +78,7 @@ class Traced:
         return found
 
 
-_CONTAINERS = (dict, OrderedDict, list, set)  # hooks are in ordered ones
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)  # hooks are in ordered ones
 
 
 def trace_model(
@@ -104,58 +111,81 @@ def trace_model(
         )
     device = next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
     known = collect_sizes([*tensors, *model.parameters(), *model.buffers()])
-    flags = {module: module.training for module in model.modules()}
+    flags, tables = {module: module.training for module in model.modules()}, KeptTables(model)
 
     def record_as(
-        mode: bool, arguments: Mapping[str, Any] = arguments, made_hints: Mapping[int, int] | None = None
+        mode: bool, given: Mapping[str, Any] = arguments, made_hints: Mapping[int, int] | None = None
     ) -> ForwardRecord:
-        """Record the model as it is, or with all of it in the other mode."""
+        """Record the model as it is, or with all of it in the other mode: each module in the one that it is not in, as
+        what is frozen now may train later."""
         if mode != flags[model]:
             # By their flags: a `train` of a model's own may do more, as to merge adapters, which nothing would undo.
-            for module in flags:
-                module.training = mode
+            for module, flag in flags.items():
+                module.training = not flag
         try:
-            with casting_to(autocast, device.type):
+            with casting_to(autocast, device.type), _quiet(given is not arguments):
                 new_sizes = partial(Sizes, known, made_hints=made_hints)
-                return _record_call(model, arguments, call, device, new_sizes, unsplit_inputs)
+                return _record_call(model, given, call, device, new_sizes, unsplit_inputs, tables)
         finally:
             for module, flag in flags.items():
                 module.training = flag
 
     record, both = record_as(flags[model]), False
-    reads, left = [record.reads], set(record.left)
+    reads, left, flag_reads = [record.reads], set(record.left), [record.modes]
     with contextlib.suppress(Untraceable):
         other = record_as(not flags[model])
         left |= other.left
+        record.laid_out |= other.laid_out
+        other.laid_out |= record.laid_out
         # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values apart.
         training, evaluation = (record, other) if flags[model] else (other, record)
         both = modes.merge_records(training, evaluation)
         record = training if both else record
         reads = [training.reads, evaluation.reads] if both else reads
+        flag_reads = [training.modes, evaluation.modes] if both else flag_reads
+    signature.refuse_other_layout(arguments, record.laid_out)
     found = find_units(record)
     leaves = {unit.name: unit.apart for unit in found.all if unit.apart}
     # These run as they are, and read what their attributes are then.
     whole_calls = {unit.item.name for unit in found.of.values() if isinstance(unit.item, Call)}
-    fixed = {
-        key: read.value
-        for each in reads
-        for key, read in each.items()
-        if any(whole_calls.isdisjoint(during) for during in read.during)
-    }
+
+    def is_opened(read: AttributeRead) -> bool:
+        return any(whole_calls.isdisjoint(during) for during in read.during)
+
+    fixed = {key: read.value for each in reads for key, read in each.items() if is_opened(read)}
+    read_modes: dict[Reader, dict[bool, bool]] = {}
+    for each in flag_reads:
+        for reader, read in each.items():
+            if is_opened(read):
+                read_modes.setdefault(reader, {}).update([read.value])
     sizes = find_fixed_sizes(record)
     for number in sorted({each for _, each in sizes.numbers}):
         # Where only modules that run as they are take a size for a number, any other is right too.
         with contextlib.suppress(Untraceable):
             other_sizes = with_other_size(arguments, number, unsplit_inputs)
-            if modes.do_the_same(record_as(record.root.training), record_as(record.root.training, other_sizes)):
+            other = record_as(record.root.training, other_sizes)  # first, since most models take no others
+            if modes.do_the_same(record_as(record.root.training), other):
                 sizes = sizes.without(number)
     opened = _list_opened_modules(record.root, found)
     mode = record.root.training
+    used = {name for unit in found.all for name in unit.arguments}
+    unread = [name for name in record.arguments if name not in used]
+
+    def is_asked(name: str) -> bool:
+        without = {key: value for key, value in arguments.items() if key != name}
+        try:
+            return not modes.do_the_same(record_as(mode), record_as(mode, without), with_inputs=False)
+        except Untraceable:
+            return True
+
+    asked = frozenset(filter(is_asked, unread))
     assumptions, of_made = find_assumptions(
         record, opened, lambda places, made: record_as(mode, with_sizes(arguments, places), made)
     )
     sizes = replace(sizes, assumptions=assumptions, made=of_made)
-    return Traced(model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left))
+    return Traced(
+        model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left), asked, read_modes
+    )
 
 
 def _list_opened_modules(root: Call, units: Units) -> frozenset[str]:
@@ -185,17 +215,26 @@ def _record_call(
     device: torch.device,
     new_sizes: Callable[..., Sizes],
     unsplit_inputs: Collection[str],
+    tables: KeptTables,
 ) -> ForwardRecord:
     unseen: dict[str, str] = {}
     guesses = True
     while True:
         recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs)
         try:
-            with attributes_kept(model), _python_draws_nothing(model), disable_compilation():
+            with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
-                again = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs)
-                _refuse_changes(model, recorder, partial(again.run, model, arguments, call))
+
+                def record_with(values: Mapping[Key, Any], sizes: Sizes) -> ForwardRecord:
+                    again = Recorder(model, sizes, device, unseen, unsplit_inputs)
+                    with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
+                        for (path, name), value in values.items():
+                            # A copy of a container, which forward changes.
+                            vars(model.get_submodule(path))[name] = pytree.tree_map(lambda leaf: leaf, value)
+                        return again.run(model, arguments, call)
+
+                _refuse_changes(model, recorder, record_with, partial(new_sizes, guesses=guesses))
             sizes = recorder.sizes
             if not sizes.are_fixed_by(sizes.guessed) and sizes.guessed.isdisjoint(
                 symbols_of(record.iterate_conditions())
@@ -212,19 +251,21 @@ def _record_call(
             unseen[fixed.path] = fixed.reason
 
 
-def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], ForwardRecord]) -> None:
-    """PipelineError if a forward that has changed attributes does something else the next time."""
+def _refuse_changes(
+    model: nn.Module, recorder: Recorder, record_with: RecordWith, new_sizes: Callable[[], Sizes]
+) -> None:
+    """PipelineError if a forward that has changed attributes does something else the next time, or some time."""
     changed = recorder.attributes.changed
     try:
-        with attributes_kept(model), _python_draws_nothing(model), disable_compilation():
-            for (path, name), (_, after) in changed.items():
-                vars(model.get_submodule(path))[name] = after
-            second = again()
+        second = record_with({key: after for key, (_, after) in changed.items()}, new_sizes())
+        if not modes.are_records_equal(recorder.record, second):
+            key, (before, after) = next(iter(changed.items()))
+            raise changes_itself(model, key, before, after)
+        if (found := find_threshold(changed, record_with, new_sizes)) is not None:
+            key, count = found
+            raise changes_itself(model, key, *changed[key], count)
     except (Untraceable, SizesFixed):
         return  # nothing can be said; where it is cut, the comparison with the whole model will
-    if not modes.are_records_equal(recorder.record, second):
-        key, (before, after) = next(iter(changed.items()))
-        raise changes_itself(model, key, before, after)
 
 
 @contextlib.contextmanager
@@ -243,7 +284,19 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for held, before in kept:
             held.clear()
-            (held.extend if isinstance(held, list) else held.update)(before)
+            (held.extend if isinstance(held, list | deque) else held.update)(before)
+
+
+@contextlib.contextmanager
+def _quiet(is_wanted: bool) -> Iterator[None]:
+    """Let torch say nothing of an operation that fails, where a model is only tried with other arguments."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = before or is_wanted
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager

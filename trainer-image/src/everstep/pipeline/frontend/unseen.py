@@ -1,0 +1,139 @@
+"""Calls of modules that depend on data, which run as they are: all that leaves them is as the trace saw it, or refused.
+
+The code around such a module was traced with what it gave on random numbers. What it gives, changes and sets for the
+data of a step may be something else, of which other stages would see nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.attributes import FixedAttributes
+from everstep.pipeline.frontend.record import Call, ForwardRecord, iterate_parts
+from everstep.pipeline.frontend.refs import Frame, ValueRef, iterate_references
+
+_ADVICE = "this depends on data, and code in other stages would not see it: let it return what it makes"
+
+
+class UnseenCall:
+    """One call of a module that depends on data, or has such modules in it.
+
+    Args:
+        record: Of the model.
+        call: The call.
+        put: Puts the tensors of its result into a frame.
+        fixed: The attributes that code reads which a cut may open, as they were.
+    """
+
+    def __init__(
+        self, record: ForwardRecord, call: Call, put: Callable[[Any, Frame], None], fixed: FixedAttributes
+    ) -> None:
+        self._name, self._module, self._changes = call.name, call.module, call.changes
+        self._put, self._fixed = put, fixed
+        self._kinds, self._training = _list_kinds(record, call), call.training
+        self._opaque = [each for each in call.all_calls() if each.opaque]
+        self._is_changed_later = _is_changed_by_others(record, call)
+        self.refuses_writes = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Raises:
+            PipelineError: It has changed a tensor that it has not changed before, or a list or a dictionary; or it
+                returns memory that it was given, and that others change.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        versions, held = list(map(_get_version, tensors)), self._list_held() if self.refuses_writes else []
+        result = self._module(*args, **kwargs)
+        now, form = pytree.tree_flatten((args, kwargs))
+        what = "" if form == spec and all(map(is_, now, leaves)) else "a list or a dictionary"
+        for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            if place not in self._changes and _get_version(tensor) != version:
+                what = "a tensor"
+        if what:
+            raise PipelineError(
+                f"module {self._name!r} has changed {what} that it was given, and did not when pipeline() was called: "
+                f"{_ADVICE}"
+            )
+        for path, name, tensor, version in held:
+            if _get_version(tensor) != version:
+                raise PipelineError(
+                    f"module {path!r} has written its {name!r}, and did not when pipeline() was called: this depends "
+                    "on data, and a pipeline calls it for each micro-batch, and one process once for the whole batch: "
+                    "write it in the script, after optimizer.step(), or take microbatches=1 and one replica; "
+                    "PlanOptions(check=False) trains it as it is"
+                )
+        if self._is_changed_later and _share_memory(tensors, result):
+            raise PipelineError(
+                f"module {self._name!r} has returned memory that it was given, which code around it changes in place: "
+                "in one process what it was given changes too, also in other stages: let it return a copy (clone())"
+            )
+        return result
+
+    def put(self, result: Any, frame: Frame) -> None:
+        """Put the tensors of a result into a frame.
+
+        Raises:
+            PipelineError: One is of another type or number of dimensions than the code around it was traced with, or
+                the module has set an attribute that this code reads.
+        """
+        self._fixed.check()
+        self._put(result, frame)
+        if self._module.training != self._training:
+            return
+        for index, (dtype, dims) in self._kinds.items():
+            tensor = frame.values[index]
+            if (tensor.dtype, tensor.dim()) != (dtype, dims):
+                raise PipelineError(
+                    f"module {self._name!r} returned a tensor of {tensor.dtype} with {tensor.dim()} dimensions, and of "
+                    f"{dtype} with {dims} when pipeline() was called: the code around it was traced with that, and "
+                    "may go by it: let it return tensors of one type and number of dimensions"
+                )
+
+    def _list_held(self) -> list[tuple[str, str, torch.Tensor, int]]:
+        return [
+            (call.path, name, tensor, _get_version(tensor))
+            for call in self._opaque
+            for name, tensor in (*call.module.named_parameters(), *call.module.named_buffers())
+            if name not in call.writes
+        ]
+
+
+def refuse_late_writes(functions: Iterable[Any]) -> None:
+    """Let modules among these that depend on data write no weight or buffer that they did not write in the trace."""
+    for each in functions:
+        if isinstance(each, UnseenCall):
+            each.refuses_writes = True
+
+
+def _list_kinds(record: ForwardRecord, call: Call) -> Mapping[int, tuple[torch.dtype, int]]:
+    values = (ref.index for ref in iterate_references(call.outputs) if isinstance(ref, ValueRef))
+    return {index: (record.values[index].dtype, len(record.values[index].shape)) for index in values}
+
+
+def _is_changed_by_others(record: ForwardRecord, call: Call) -> bool:
+    """Tell whether others change memory that a call is given or gives, while what it is given is used elsewhere too."""
+    own = set(iterate_parts(call))
+    touches = {memory for part in own for memory in part.touches}
+    given = {ref for ref in iterate_references(call.inputs) if isinstance(ref, ValueRef)}
+    others = [part for part in iterate_parts(record.root) if part not in own]
+    return any(part.mutates & touches for part in others) and any(
+        not given.isdisjoint(iterate_references(part.inputs)) for part in others
+    )
+
+
+def _share_memory(given: Collection[torch.Tensor], result: Any) -> bool:
+    made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    known = {each.untyped_storage().data_ptr() for each in given if each.layout is torch.strided} - {0}
+    return any(each.layout is torch.strided and each.untyped_storage().data_ptr() in known for each in made)
+
+
+def _get_version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)
