@@ -118,7 +118,7 @@ def positions(count: int) -> Any:
 
 def setting_parent() -> nn.Module:
     model = Opened(lambda model, x: model.inner(x) * (3 if model.found else 1), found=False)
-    held = weakref.ref(model)
+    held: Any = weakref.ref(model)
 
     def look(inner: Any, x: Any) -> Any:
         held().found = is_large(x)
