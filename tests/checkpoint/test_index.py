@@ -119,6 +119,13 @@ def test_the_first_node_says_how_an_object_is_built_in_whatever_order_they_come(
     ]
     nodes = [replace(each, values=values) for each, values in zip((LOWER, UPPER), said, strict=True)]
     assert merged(*nodes).values == merge_node_manifests(nodes).values == said[0]
+    # Node 0 may not hold it.
+    upper = [node((rank,), [((2 * rank, 0), (2, 3))], (8, 3)) for rank in (2, 3)]
+    nodes = [
+        replace(LOWER, values={}),
+        *(replace(each, values=values) for each, values in zip(upper, said, strict=True)),
+    ]
+    assert merged(*nodes).values == merge_node_manifests(nodes).values == said[0]
 
 
 def test_an_element_of_no_node_or_of_two_is_named() -> None:

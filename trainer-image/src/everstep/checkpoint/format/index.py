@@ -128,6 +128,7 @@ class IndexMerger:
         self._created = 0.0
         self._tensors: dict[str, tuple[str, tuple[int, ...], list[tuple[int, ...]]]] = {}
         self._values: dict[str, object] = {}
+        self._described: dict[str, int] = {}  # by which node, for each description
 
     def add(self, node: int, announced: CheckpointIndex) -> None:
         """Add what one node said. Raises WriterConflict when it disagrees with another one."""
@@ -142,8 +143,11 @@ class IndexMerger:
                 raise WriterConflict(name, f"{dtype} {shape} for one writer, {tensor.dtype} {tensor.shape} for another")
             boxes.extend((node, *box[1:]) for box in tensor.boxes)
         join_values(self._values, announced.values)
-        if node == 0:  # of rank 0, which is the only one that saves some of what others hold too, as it is by now
-            self._values |= {name: value for name, value in announced.values.items() if is_description(name)}
+        # Rank 0 is the only one that saves some of what others hold too, as it is by now. Of what it does not hold, the
+        # first one that does counts, in whatever order nodes come.
+        for name in filter(is_description, announced.values):
+            if node <= self._described.setdefault(name, node):
+                self._described[name], self._values[name] = node, announced.values[name]
 
     def merged(self) -> CheckpointIndex:
         """Return the index of all nodes.
