@@ -168,7 +168,7 @@ def _train_fused(rank: int, replicas: int, hooked: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("world", "replicas", "hooked"), [(2, 2, False), (2, 1, False), (2, 2, True)])
 def test_a_fused_optimizer_finds_each_gradient_where_its_parameter_is(world: int, replicas: int, hooked: bool) -> None:
-    found = {}
+    found: dict[str, Any] = {}
     for part in ranks.run(world, _train_fused, replicas, hooked):
         found |= part
     model, (x, targets) = Image(), _image(0, 1)

@@ -115,7 +115,7 @@ def _train(rank: int, name: str, schedule: str, replicas: int) -> dict[str, Any]
 def test_lengths_that_only_data_say_may_be_others_in_each_batch(
     name: str, schedule: str, ranks_of_each: int, replicas: int
 ) -> None:
-    found = {}
+    found: dict[str, Any] = {}
     for part in ranks.run(ranks_of_each * replicas, _train, name, schedule, replicas):
         found |= part
     model = _build(name)

@@ -87,7 +87,7 @@ class RunningStatistics:
                 mean, square = (part[1:] / count).chunk(2)
                 _update_running_statistics(layer, mean, (square - mean**2) * (count / (count - 1)))
 
-    def _count_calls(self, reduce: Callable[[Any], None], replica: int, replicas: int) -> dict[nn.Module, int]:
+    def _count_calls(self, reduce: Callable[[Any], None], replica: int, replicas: int) -> dict[Any, int]:
         """Return the layers that are in training, and the most calls of each in a micro-batch of any replica: they may
         be as many as a batch has words."""
         mine = [self._most[layer] if layer.training else -1 for layer in self._layers]
@@ -97,7 +97,7 @@ class RunningStatistics:
             every[replica] = every.new_tensor(mine)
             reduce(every)
             rows = every.tolist()
-        found = {}
+        found: dict[Any, int] = {}
         for layer, counts in zip(self._layers, zip(*rows, strict=True), strict=True):
             if min(counts) < 0 <= max(counts):
                 raise PipelineError(
