@@ -97,7 +97,7 @@ class RunningStatistics:
             every[replica] = every.new_tensor(mine)
             reduce(every)
             rows = every.tolist()
-        found = {}
+        found: dict[Any, int] = {}
         for layer, counts in zip(self._layers, zip(*rows, strict=True), strict=True):
             if min(counts) < 0 <= max(counts):
                 raise PipelineError(
