@@ -242,7 +242,22 @@ def _record_call(
         except SizesFixed as fixed:
             if not fixed.path or fixed.path in unseen:
                 raise Untraceable(f"{fixed.path or 'the model'}: {fixed.reason}") from fixed
-            unseen[fixed.path] = fixed.reason
+            unseen.update(dict.fromkeys(_list_alike(model, fixed.path), fixed.reason))
+
+
+def _list_alike(model: nn.Module, path: str) -> list[str]:
+    """Return the path of a module that fixes sizes, and those of others with the same code, which do too: else the
+    trace would begin anew for each layer."""
+    module = model.get_submodule(path)
+    if type(module).__module__.startswith("torch."):
+        return [path]
+
+    def list_code(each: nn.Module) -> dict[str, Any]:
+        return {name: held for name, held in vars(each).items() if callable(held) and not isinstance(held, nn.Module)}
+
+    code = list_code(module)
+    same = [name for name, each in model.named_modules() if type(each) is type(module) and list_code(each) == code]
+    return [path, *(name for name in same if name and not (_is_inside(path, name) or _is_inside(name, path)))]
 
 
 def _refuse_changes(
