@@ -15,10 +15,11 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend import split_model, stage, trace, trace_model  # noqa: E402
+from everstep.pipeline.frontend import split_model, stage, trace_model  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
 from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
+from everstep.pipeline.frontend.recorder import Recorder  # noqa: E402
 from everstep.pipeline.frontend.split import node_modules  # noqa: E402
 from everstep.pipeline.profile_counted import count_costs  # noqa: E402
 from tests.pipeline import front  # noqa: E402
@@ -399,12 +400,11 @@ class Looping(nn.Module):  # type: ignore[misc]
 def test_modules_of_one_class_that_fix_the_samples_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    class Recorder(trace.Recorder):  # type: ignore[misc]
-        def __init__(self, *args: Any) -> None:
-            made.append(self)
-            super().__init__(*args)
+    def record(*args: Any) -> Recorder:
+        made.append(Recorder(*args))
+        return made[-1]
 
-    monkeypatch.setattr(trace, "Recorder", Recorder)
+    monkeypatch.setattr("everstep.pipeline.frontend.trace.Recorder", record)
     counts = []
     for layers in (2, 8):
         made.clear()

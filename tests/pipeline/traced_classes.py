@@ -118,7 +118,7 @@ def positions(count: int) -> Any:
 
 def setting_parent() -> nn.Module:
     model = Opened(lambda model, x: model.inner(x) * (3 if model.found else 1), found=False)
-    held = weakref.ref(model)
+    held: Any = weakref.ref(model)
 
     def look(inner: Any, x: Any) -> Any:
         held().found = is_large(x)
@@ -142,6 +142,12 @@ def buffered(code: Code) -> nn.Module:
 
 def reading_flag() -> nn.Module:
     return Opened(lambda model, x: model.block(x) * (2 if model.block.training else 1), block=Opened(lambda _, x: x))
+
+
+def frozen() -> nn.Module:
+    model = Opened(lambda model, x: model.block(x), block=Opened(lambda block, x: x * (2 if block.training else 1)))
+    model.block.eval()
+    return model
 
 
 def counting(model: Any, x: Any) -> Any:
@@ -233,6 +239,9 @@ FOLLOWED = {
             lambda model, x: model.block(x), block=Opened(lambda block, x: x * (2 if block.training else 1))
         ),
         change=lambda model: model.block.eval(),
+    ),
+    "the training flag of a module that the script had set to evaluation at the call": case(
+        frozen, change=lambda model: model.block.train()
     ),
     "hooks on modules without modules in them": case(
         lambda: Opened(lambda model, x: x),

@@ -106,16 +106,17 @@ def trace_model(
     device = next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
     known = collect_sizes([*tensors, *model.parameters(), *model.buffers()])
     flags, tables = {module: module.training for module in model.modules()}, KeptTables(model)
+    is_mixed, is_alike = len({*flags.values()}) > 1, False
 
     def record_as(
         mode: bool, given: Mapping[str, Any] = arguments, made_hints: Mapping[int, int] | None = None
     ) -> ForwardRecord:
-        """Record the model as it is, or with all of it in the other mode: each module in the one that it is not in, as
-        what is frozen now may train later."""
+        """Record the model as it is, or in the other mode: each module in the one that it is not in, as what is frozen
+        now may train later, or `is_alike`, all of them."""
         if mode != flags[model]:
             # By their flags: a `train` of a model's own may do more, as to merge adapters, which nothing would undo.
             for module, flag in flags.items():
-                module.training = not flag
+                module.training = mode if is_alike else not flag
         try:
             with casting_to(autocast, device.type), _quiet(given is not arguments):
                 new_sizes = partial(Sizes, known, made_hints=made_hints)
@@ -126,17 +127,21 @@ def trace_model(
 
     record, both = record_as(flags[model]), False
     reads, left, flag_reads = [record.reads], set(record.left), [record.modes]
-    with contextlib.suppress(Untraceable):
-        other = record_as(not flags[model])
-        left |= other.left
-        record.laid_out |= other.laid_out
-        other.laid_out |= record.laid_out
-        # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values apart.
-        training, evaluation = (record, other) if flags[model] else (other, record)
-        both = modes.merge_records(training, evaluation)
-        record = training if both else record
-        reads = [training.reads, evaluation.reads] if both else reads
-        flag_reads = [training.modes, evaluation.modes] if both else flag_reads
+    for is_alike in (False, True) if is_mixed else (False,):
+        with contextlib.suppress(Untraceable):
+            other = record_as(not flags[model])
+            left |= other.left
+            record.laid_out |= other.laid_out
+            other.laid_out |= record.laid_out
+            # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values
+            # apart.
+            training, evaluation = (record, other) if flags[model] else (other, record)
+            if both := modes.merge_records(training, evaluation):
+                record, reads = training, [training.reads, evaluation.reads]
+                flag_reads = [training.modes, evaluation.modes]
+                break
+        if is_mixed and not is_alike:
+            record = record_as(flags[model])  # a merge that fails has changed it
     signature.refuse_other_layout(arguments, record.laid_out)
     found = find_units(record)
     leaves = {unit.name: unit.apart for unit in found.all if unit.apart}
@@ -161,6 +166,11 @@ def trace_model(
             if modes.do_the_same(record_as(record.root.training), other):
                 sizes = sizes.without(number)
     opened = _list_opened_modules(record.root, found)
+    if both and is_alike:
+        # These were in one mode in both records, and nobody knows what they do in the other.
+        paths = {module: path for path, module in model.named_modules()}
+        stuck = {paths[module]: flag for module, flag in flags.items() if flag != flags[model]}
+        read_modes |= {("", path): {True: flag, False: flag} for path, flag in stuck.items() if path in opened}
     mode = record.root.training
     used = {name for unit in found.all for name in unit.arguments}
     unread = [name for name in record.arguments if name not in used]
