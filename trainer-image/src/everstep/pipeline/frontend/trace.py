@@ -23,7 +23,7 @@ from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.counters import RecordWith, find_threshold
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size, with_sizes
 from everstep.pipeline.frontend.kept_tables import KeptTables
-from everstep.pipeline.frontend.record import Call, ForwardRecord, SizesFixed, Untraceable
+from everstep.pipeline.frontend.record import Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
 from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.sizes import Sizes, collect_sizes, evaluate_size, symbols_of
@@ -222,16 +222,16 @@ def _record_call(
     tables: KeptTables,
 ) -> ForwardRecord:
     unseen: dict[str, str] = {}
-    guesses = True
+    sure, guesses = set[str](), True
     while True:
-        recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs)
+        recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs, sure)
         try:
             with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
 
                 def record_with(values: Mapping[Key, Any], sizes: Sizes) -> ForwardRecord:
-                    again = Recorder(model, sizes, device, unseen, unsplit_inputs)
+                    again = Recorder(model, sizes, device, unseen, unsplit_inputs, sure)
                     with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
                         for (path, name), value in values.items():
                             # A copy of a container, which forward changes.
@@ -249,6 +249,8 @@ def _record_call(
             if not recorder.sizes.guessed:
                 raise
             guesses = False  # code relies on its being that of an argument
+        except GuessFailed as failed:
+            sure.add(failed.path)
         except SizesFixed as fixed:
             if not fixed.path or fixed.path in unseen:
                 raise Untraceable(f"{fixed.path or 'the model'}: {fixed.reason}") from fixed
@@ -283,7 +285,7 @@ def _refuse_changes(
         if (found := find_threshold(changed, record_with, new_sizes)) is not None:
             key, count = found
             raise changes_itself(model, key, *changed[key], count)
-    except (Untraceable, SizesFixed):
+    except (Untraceable, SizesFixed, GuessFailed):
         return  # nothing can be said; where it is cut, the comparison with the whole model will
 
 
