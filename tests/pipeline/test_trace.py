@@ -400,7 +400,7 @@ class Looping(nn.Module):  # type: ignore[misc]
 def test_modules_of_one_class_that_fix_the_samples_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
-    def record(*args: Any) -> Recorder:
+    def record(*args: Any) -> Any:
         made.append(Recorder(*args))
         return made[-1]
 
