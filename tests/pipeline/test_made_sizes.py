@@ -131,6 +131,34 @@ def test_a_length_that_depends_on_data_may_be_relied_on_to_be_that_of_an_argumen
         assert torch.allclose(run_stages(stages, inputs), model(**inputs))
 
 
+class Encoder(nn.Module):  # type: ignore[misc]
+    """Adds what such a module gives to what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.packed, self.two = nn.Linear(4, 4), Packed(), nn.Linear(4, 4)
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        x = self.one(x)
+        return self.two(x + self.packed(x, lengths))
+
+
+def test_a_module_that_relies_on_such_a_length_is_cut() -> None:
+    class Model(Net):
+        def forward(self, x: Any, lengths: Any) -> Any:  # type: ignore[override]
+            return self.two(self.between(self.one(x), lengths)).sum(1)
+
+    model, count = Model(Encoder()), 0
+    example = {"x": torch.randn(3, 5, 4), "lengths": torch.tensor([5, 3, 2])}
+    names = {node.name for node in trace_model(model, example).graph.nodes}
+    assert {"between.one", "between.packed", "between.two"} <= names
+    for stages in iterate_stages(model, example):
+        inputs = {"x": torch.randn(2, 7, 4), "lengths": torch.tensor([7, 2])}
+        assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+        count += 1
+    assert count > 4
+
+
 def test_a_size_that_only_one_kind_of_input_has_is_known() -> None:
     """The module is the first, and takes one number of features only."""
 

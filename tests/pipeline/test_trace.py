@@ -19,6 +19,7 @@ from everstep.pipeline.frontend import split_model, stage, trace_model  # noqa: 
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
 from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
+from everstep.pipeline.frontend.recorder import Recorder  # noqa: E402
 from everstep.pipeline.frontend.split import node_modules  # noqa: E402
 from everstep.pipeline.profile_counted import count_costs  # noqa: E402
 from tests.pipeline import front  # noqa: E402
@@ -383,3 +384,32 @@ def test_hooks_that_a_first_call_registers_are_there_once() -> None:
     for samples in (2, 5):
         x = torch.randn(samples, 4)
         assert torch.equal(run_stages(stages, {"x": x}), model(x))
+
+
+class Looping(nn.Module):  # type: ignore[misc]
+    """Fixes the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return torch.stack([self.layer(x[place]) for place in range(len(x))])
+
+
+def test_modules_of_one_class_that_fix_the_samples_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def record(*args: Any) -> Any:
+        made.append(Recorder(*args))
+        return made[-1]
+
+    monkeypatch.setattr("everstep.pipeline.frontend.trace.Recorder", record)
+    counts = []
+    for layers in (2, 8):
+        made.clear()
+        model = nn.Sequential(*(Looping() for _ in range(layers)), nn.Linear(4, 4))
+        stages = split_model(trace_model(model, X["x"]), {str(layers): 1})
+        assert torch.allclose(run_stages(stages, {"input": X["x"]}), model(X["x"]))
+        counts.append(len(made))
+    assert counts[0] == counts[1]

@@ -144,6 +144,12 @@ def reading_flag() -> nn.Module:
     return Opened(lambda model, x: model.block(x) * (2 if model.block.training else 1), block=Opened(lambda _, x: x))
 
 
+def frozen() -> nn.Module:
+    model = Opened(lambda model, x: model.block(x), block=Opened(lambda block, x: x * (2 if block.training else 1)))
+    model.block.eval()
+    return model
+
+
 def counting(model: Any, x: Any) -> Any:
     model.calls += 1
     return x * 2 if model.calls > 3 else x
@@ -233,6 +239,9 @@ FOLLOWED = {
             lambda model, x: model.block(x), block=Opened(lambda block, x: x * (2 if block.training else 1))
         ),
         change=lambda model: model.block.eval(),
+    ),
+    "the training flag of a module that the script had set to evaluation at the call": case(
+        frozen, change=lambda model: model.block.train()
     ),
     "hooks on modules without modules in them": case(
         lambda: Opened(lambda model, x: x),

@@ -186,6 +186,8 @@ class Arguments:
 
     def _check_memory(self, named: Mapping[str, Any]) -> None:
         """PipelineError if `forward` changes an argument in place of which another one has a part."""
+        if not self._changed:
+            return
         spans = {name: [_get_span(each) for each in _list_tensors(named.get(name))] for name in named}
         for name in sorted(self._changed & spans.keys()):
             for other in spans.keys() - {name}:

@@ -30,6 +30,15 @@ class SizesFixed(BaseException):
         self.path, self.reason = path, reason
 
 
+class GuessFailed(BaseException):
+    """A module's own code has failed with a size that was guessed within it, and may rely on its being that of an
+    argument."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
 @dataclass(eq=False)
 class Op:
     """One call of a function of torch, or of a custom autograd function.

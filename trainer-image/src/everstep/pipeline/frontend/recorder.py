@@ -25,7 +25,7 @@ from everstep.pipeline.frontend.attributes import AttributeReads
 from everstep.pipeline.frontend.own_state import explain_hooks, explain_own_state
 from everstep.pipeline.frontend.patches import listen_to_model
 from everstep.pipeline.frontend.placement import built_in, get_current_stage
-from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, SizesFixed, TensorInfo, Untraceable
+from everstep.pipeline.frontend.record import Call, ForwardRecord, GuessFailed, Op, SizesFixed, TensorInfo, Untraceable
 from everstep.pipeline.frontend.refs import (
     Argument,
     Constant,
@@ -68,6 +68,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         device: The device of the example.
         unseen: The modules that are known to be opaque, by path, with the reason.
         unsplit_inputs: The arguments without samples.
+        sure: The modules within which sizes that depend on data are taken for those of arguments, by path.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         device: torch.device,
         unseen: Mapping[str, str],
         unsplit_inputs: Collection[str] = (),
+        sure: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.unsplit_inputs = unsplit_inputs
+        self.unsplit_inputs, self.sure, self._guesses = unsplit_inputs, sure, sizes.guesses
         self.fake = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
         self.sizes, self.device, self.unseen = sizes, device, unseen
         self.busy = False
@@ -155,7 +157,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             return original(module, *args, **kwargs)
         call = self._begin(module, path, args, kwargs)
         buffers, parameters, renamed = dict(module._buffers), dict(module._parameters), len(self._renamed)
-        versions = self._list_versions(args, kwargs)
+        versions, guesses = self._list_versions(args, kwargs), len(self.sizes.guessed)
         try:
             if path in self.unseen:
                 raise CannotFollow(self.unseen[path])
@@ -173,6 +175,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             self._assume()
             if self.sizes.are_fixed_by(each for part in call.all_calls() for each in part.conditions):
                 raise SizesFixed(path, self._why(error)) from error
+            if len(self.sizes.guessed) > guesses and not isinstance(error, CannotFollow):
+                raise GuessFailed(path) from error
             self.busy = True
             self._forget_values(renamed)
             try:
@@ -273,6 +277,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             raise CannotFollow(reason) from error
         try:
             stand_ins = pytree.tree_map(self._stand_in, (args, kwargs))
+            self.sizes.guesses = self._guesses and not any(f"{call.path}.".startswith(f"{each}.") for each in self.sure)
             found = opaque.infer_outputs(module, stand_ins, self.sizes, self.fake, self.device)
             result, mutated, written, call.varies = found
         except opaque.Failed as failed:

@@ -23,7 +23,7 @@ from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.counters import RecordWith, find_threshold
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size, with_sizes
 from everstep.pipeline.frontend.kept_tables import KeptTables
-from everstep.pipeline.frontend.record import Call, ForwardRecord, SizesFixed, Untraceable
+from everstep.pipeline.frontend.record import Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
 from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.sizes import Sizes, collect_sizes, evaluate_size, symbols_of
@@ -112,16 +112,17 @@ def trace_model(
     device = next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
     known = collect_sizes([*tensors, *model.parameters(), *model.buffers()])
     flags, tables = {module: module.training for module in model.modules()}, KeptTables(model)
+    is_mixed, is_alike = len({*flags.values()}) > 1, False
 
     def record_as(
         mode: bool, given: Mapping[str, Any] = arguments, made_hints: Mapping[int, int] | None = None
     ) -> ForwardRecord:
-        """Record the model as it is, or with all of it in the other mode: each module in the one that it is not in, as
-        what is frozen now may train later."""
+        """Record the model as it is, or in the other mode: each module in the one that it is not in, as what is frozen
+        now may train later, or `is_alike`, all of them."""
         if mode != flags[model]:
             # By their flags: a `train` of a model's own may do more, as to merge adapters, which nothing would undo.
             for module, flag in flags.items():
-                module.training = not flag
+                module.training = mode if is_alike else not flag
         try:
             with casting_to(autocast, device.type), _quiet(given is not arguments):
                 new_sizes = partial(Sizes, known, made_hints=made_hints)
@@ -132,17 +133,21 @@ def trace_model(
 
     record, both = record_as(flags[model]), False
     reads, left, flag_reads = [record.reads], set(record.left), [record.modes]
-    with contextlib.suppress(Untraceable):
-        other = record_as(not flags[model])
-        left |= other.left
-        record.laid_out |= other.laid_out
-        other.laid_out |= record.laid_out
-        # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values apart.
-        training, evaluation = (record, other) if flags[model] else (other, record)
-        both = modes.merge_records(training, evaluation)
-        record = training if both else record
-        reads = [training.reads, evaluation.reads] if both else reads
-        flag_reads = [training.modes, evaluation.modes] if both else flag_reads
+    for is_alike in (False, True) if is_mixed else (False,):
+        with contextlib.suppress(Untraceable):
+            other = record_as(not flags[model])
+            left |= other.left
+            record.laid_out |= other.laid_out
+            other.laid_out |= record.laid_out
+            # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values
+            # apart.
+            training, evaluation = (record, other) if flags[model] else (other, record)
+            if both := modes.merge_records(training, evaluation):
+                record, reads = training, [training.reads, evaluation.reads]
+                flag_reads = [training.modes, evaluation.modes]
+                break
+        if is_mixed and not is_alike:
+            record = record_as(flags[model])  # a merge that fails has changed it
     signature.refuse_other_layout(arguments, record.laid_out)
     found = find_units(record)
     leaves = {unit.name: unit.apart for unit in found.all if unit.apart}
@@ -167,6 +172,11 @@ def trace_model(
             if modes.do_the_same(record_as(record.root.training), other):
                 sizes = sizes.without(number)
     opened = _list_opened_modules(record.root, found)
+    if both and is_alike:
+        # These were in one mode in both records, and nobody knows what they do in the other.
+        paths = {module: path for path, module in model.named_modules()}
+        stuck = {paths[module]: flag for module, flag in flags.items() if flag != flags[model]}
+        read_modes |= {("", path): {True: flag, False: flag} for path, flag in stuck.items() if path in opened}
     mode = record.root.training
     used = {name for unit in found.all for name in unit.arguments}
     unread = [name for name in record.arguments if name not in used]
@@ -218,16 +228,16 @@ def _record_call(
     tables: KeptTables,
 ) -> ForwardRecord:
     unseen: dict[str, str] = {}
-    guesses = True
+    sure, guesses = set[str](), True
     while True:
-        recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs)
+        recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs, sure)
         try:
             with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
 
                 def record_with(values: Mapping[Key, Any], sizes: Sizes) -> ForwardRecord:
-                    again = Recorder(model, sizes, device, unseen, unsplit_inputs)
+                    again = Recorder(model, sizes, device, unseen, unsplit_inputs, sure)
                     with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
                         for (path, name), value in values.items():
                             # A copy of a container, which forward changes.
@@ -245,10 +255,27 @@ def _record_call(
             if not recorder.sizes.guessed:
                 raise
             guesses = False  # code relies on its being that of an argument
+        except GuessFailed as failed:
+            sure.add(failed.path)
         except SizesFixed as fixed:
             if not fixed.path or fixed.path in unseen:
                 raise Untraceable(f"{fixed.path or 'the model'}: {fixed.reason}") from fixed
-            unseen[fixed.path] = fixed.reason
+            unseen.update(dict.fromkeys(_list_alike(model, fixed.path), fixed.reason))
+
+
+def _list_alike(model: nn.Module, path: str) -> list[str]:
+    """Return the path of a module that fixes sizes, and those of others with the same code, which do too: else the
+    trace would begin anew for each layer."""
+    module = model.get_submodule(path)
+    if type(module).__module__.startswith("torch."):
+        return [path]
+
+    def list_code(each: nn.Module) -> dict[str, Any]:
+        return {name: held for name, held in vars(each).items() if callable(held) and not isinstance(held, nn.Module)}
+
+    code = list_code(module)
+    same = [name for name, each in model.named_modules() if type(each) is type(module) and list_code(each) == code]
+    return [path, *(name for name in same if name and not (_is_inside(path, name) or _is_inside(name, path)))]
 
 
 def _refuse_changes(
@@ -264,7 +291,7 @@ def _refuse_changes(
         if (found := find_threshold(changed, record_with, new_sizes)) is not None:
             key, count = found
             raise changes_itself(model, key, *changed[key], count)
-    except (Untraceable, SizesFixed):
+    except (Untraceable, SizesFixed, GuessFailed):
         return  # nothing can be said; where it is cut, the comparison with the whole model will
 
 
