@@ -1,4 +1,4 @@
-"""What a restore has brought to a rank is left to rank 0 while its content stays, in any session of the process."""
+"""Leaves that a restore has brought to a rank are left to rank 0 while they stay as they came, in any session."""
 
 from __future__ import annotations
 
