@@ -1,4 +1,4 @@
-"""The table of what a trace takes from its example and from its moment says what becomes of each: at every cut."""
+"""The table of what a trace takes from its example and from its moment says what becomes of each, however it is cut."""
 
 from __future__ import annotations
 
