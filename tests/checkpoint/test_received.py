@@ -1,4 +1,4 @@
-"""What a restore has brought to a rank is left to rank 0 while its content stays, in any session of the process."""
+"""A rank leaves to rank 0 what a restore has brought, while its content stays, in any session of the process."""
 
 from __future__ import annotations
 
