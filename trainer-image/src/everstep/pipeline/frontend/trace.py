@@ -21,7 +21,7 @@ from everstep.pipeline.frontend.attributes import AttributeRead, Key, Reader, ch
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.counters import RecordWith, find_threshold
-from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size, with_sizes
+from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, group_places, with_sizes
 from everstep.pipeline.frontend.record import Call, ForwardRecord, SizesFixed, Untraceable
 from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.script_draws import ScriptDraws
@@ -152,14 +152,17 @@ def trace_model(
             if is_opened(read):
                 read_modes.setdefault(reader, {}).update([read.value])
     sizes = find_fixed_sizes(record)
-    for number in sorted({each for _, each in sizes.numbers}):
-        # Where only modules that run as they are take a size for a number, any other is right too.
-        with contextlib.suppress(Untraceable):
-            other_sizes = with_other_size(arguments, number, unsplit_inputs)
-            if modes.do_the_same(record_as(record.root.training), record_as(record.root.training, other_sizes)):
-                sizes = sizes.without(number)
-    opened = _list_opened_modules(record.root, found)
     mode = record.root.training
+    for number in sorted({each for _, each in sizes.numbers}):
+        for places in group_places(record, arguments, number):
+            if not any(place in places for place, _ in sizes.numbers):
+                continue
+            # Where only modules that run as they are take a size for a number, any other is right too.
+            with contextlib.suppress(Untraceable):
+                other_sizes = with_sizes(arguments, dict.fromkeys(places, 2 * number))
+                if modes.do_the_same(record_as(mode), record_as(mode, other_sizes)):
+                    sizes = sizes.without(places)
+    opened = _list_opened_modules(record.root, found)
     read = {name for unit in found.all for name in unit.arguments}
     unread = [name for name in record.arguments if name not in read]
 
