@@ -307,3 +307,16 @@ def test_a_step_of_another_length_is_refused_on_all_ranks_and_the_next_goes_on()
     one, other = ranks.run(2, _other_length)
     assert one == other
     assert "dimension 1 of the argument 'x' is 7, and was 5" in one
+
+
+def test_a_length_that_equals_the_features_by_chance_may_be_another() -> None:
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.rnn = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: Any) -> Any:
+            return self.rnn(self.one(x))[0]
+
+    found = trace_model(Model(), torch.ones(4, 8, 8)).sizes
+    assert [place for place, _ in found.numbers] == [("x", (), 2)]

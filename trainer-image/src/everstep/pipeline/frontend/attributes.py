@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.held_objects import HeldObjects
+from everstep.pipeline.frontend.held_objects import HeldObjects, Mark, iterate_items, of_class
 
 Key = tuple[str, str]  # the path of a module, and the name of its attribute
 Reader = tuple[str, str]  # the path of a module whose code reads the training flag of another, and that one's
@@ -34,17 +34,7 @@ _NOT_PLAIN = object()
 _WITH_DATA = (torch.Tensor, nn.Parameter)  # and not those of a trace
 
 
-class _Mark(enum.Enum):
-    """Stands for what a module does not hold itself."""
-
-    OF_CLASS = "that of its class"  # a method, until a script puts something in its place
-    ABSENT = "not there"  # what code asks for by `hasattr`, or by `getattr` with a default
-
-    def __repr__(self) -> str:
-        return str(self.value)
-
-
-_OF_CLASS, _ABSENT = _Mark.OF_CLASS, _Mark.ABSENT
+_OF_CLASS, _ABSENT = Mark.OF_CLASS, Mark.ABSENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,13 +102,13 @@ class AttributeReads:
         if key not in self.found and key not in self.objects:
             held = before.get(name, _ABSENT)
             if held is _ABSENT and name not in vars(module):
-                held = _of_class(type(module), name)
+                held = of_class(type(module), name)
             plain = plain_copy(held) if isinstance(value, _PLAIN) else _NOT_PLAIN
             if plain is not _NOT_PLAIN:
                 if plain != plain_copy(value):
                     return
                 self.found[key] = AttributeRead(plain)
-            elif held is value and name in before:
+            elif held is value:
                 self.objects[key] = AttributeRead(held_copy(held))
                 self.held_objects.watch(held, name, partial(self._note_part, path, stack))
             elif callable(value) and name not in vars(module):
@@ -128,11 +118,12 @@ class AttributeReads:
         read = self.found.get(key) or self.objects[key]
         read.during.add(tuple(call.name for call in stack))
 
-    def _note_part(self, path: str, stack: Sequence[Any], name: str, value: Any) -> None:
-        """Note that something of an object was read which a module holds."""
-        plain = plain_copy(value) if isinstance(value, _PLAIN) else _NOT_PLAIN
-        if plain is not _NOT_PLAIN:
-            read = self.objects.setdefault((path, name), AttributeRead(plain))
+    def _note_part(self, path: str, stack: Sequence[Any], name: str, value: Any, is_own: bool) -> None:
+        """Note that something of an object was read which a module holds, or asked for; what is not plain only where
+        the object has it itself, as others are made anew each time."""
+        if value is _ABSENT or is_own or plain_copy(value) is not _NOT_PLAIN:
+            copy = value if value is _ABSENT else held_copy(value)
+            read = self.objects.setdefault((path, name), AttributeRead(copy))
             read.during.add(tuple(call.name for call in stack))
 
     def note_absence(self, module: nn.Module, name: str, stack: Sequence[Any]) -> None:
@@ -206,42 +197,49 @@ class FixedAttributes:
                 raise _make_changed_error(path, name, module, value, now)
 
 
-def plain_copy(value: Any) -> Any:
-    """Return a copy of a number, a text, or a container of them, that stays as it is; else what equals no copy."""
+def plain_copy(value: Any, around: frozenset[int] = frozenset()) -> Any:
+    """Return a copy of a number, a text, or a container of them, that stays as it is; else what equals no copy.
+    `around`: the ids of the containers that it is in, of which it may be one."""
     if isinstance(value, _SCALARS):
         return value
+    if id(value) in around:
+        return _NOT_PLAIN
+    around |= {id(value)}
     if isinstance(value, _CONTAINERS) and len(value) <= _MANY:
-        items = [plain_copy(each) for each in value]
+        items = [plain_copy(each, around) for each in value]
         if any(each is _NOT_PLAIN for each in items):
             return _NOT_PLAIN
         kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         return kind(items)
     if isinstance(value, dict) and len(value) <= _MANY:
-        found = {key: plain_copy(each) for key, each in value.items()}
+        found = {key: plain_copy(each, around) for key, each in value.items()}
         return _NOT_PLAIN if any(each is _NOT_PLAIN for each in found.values()) else found
     return _NOT_PLAIN
 
 
-def held_copy(value: Any) -> Any:
+def held_copy(value: Any, around: frozenset[int] = frozenset()) -> Any:
     """Return what equals that of the same value later on: of a plain one a copy, of others that they are the same
-    objects."""
+    objects. `around`: the ids of what it is in, of which it may be one."""
     if (plain := plain_copy(value)) is not _NOT_PLAIN:
         return plain
+    if id(value) in around:
+        return _HeldObject(value)
+    around |= {id(value)}
     if isinstance(value, list | tuple | deque) and len(value) <= _MANY:
-        return [held_copy(each) for each in value]
+        return [held_copy(each, around) for each in value]
     if isinstance(value, dict) and len(value) <= _MANY:
-        return {key: held_copy(each) for key, each in value.items()}
+        return {key: held_copy(each, around) for key, each in value.items()}
     if isinstance(value, SimpleNamespace):  # which no Python code reads, and so nobody hears of
-        return held_copy(vars(value))
+        return held_copy(vars(value), around)
     if isinstance(value, partial):
-        return [held_copy(each) for each in (value.func, value.args, value.keywords)]
+        return [held_copy(each, around) for each in (value.func, value.args, value.keywords)]
     return _HeldObject(value.copy() if _is_array(value) and value.size <= _MANY else value)
 
 
 def _is_as_it_was(module: nn.Module, name: str, value: Any) -> bool:
     if value is _OF_CLASS:
         return name not in vars(module)
-    if value is _ABSENT:
+    if value is _ABSENT and "." not in name:
         return not _has(module, name)
     now = _get(module, name)
     return now is value or bool(held_copy(now) == value)
@@ -251,7 +249,13 @@ def _get(module: nn.Module, name: str) -> Any:
     """Return an attribute, or one of an object that it holds, by names with dots between them."""
     found: Any = module
     for each in name.split("."):
-        found = getattr(found, each, _ABSENT)
+        if isinstance(found, list | tuple | dict) and not hasattr(found, each):
+            found = next((item for key, item in iterate_items(found) if str(key) == each), _ABSENT)
+            continue
+        try:
+            found = getattr(found, each, _ABSENT)
+        except Exception:  # of a property that has a value in a forward only, say
+            return _ABSENT
     return found
 
 
@@ -260,7 +264,7 @@ def _has(module: nn.Module, name: str) -> bool:
     is read there."""
     held = vars(module)
     parts = (held, *(held.get(each, ()) for each in ("_parameters", "_buffers", "_modules")))
-    return any(name in part for part in parts) or _of_class(type(module), name) is not _ABSENT
+    return any(name in part for part in parts) or of_class(type(module), name) is not _ABSENT
 
 
 def _is_of_every_module(name: str, held: Mapping[str, Any]) -> bool:
@@ -284,11 +288,6 @@ def _list_items(held: Mapping[str, Any]) -> dict[str, list[int]]:
         for name, value in held.items()
         if isinstance(value, list | dict | set | deque) and not _is_of_every_module(name, held)
     }
-
-
-def _of_class(kind: type, name: str) -> Any:
-    """Return what a class says about an attribute that the module itself does not hold; a property is its own code."""
-    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), _ABSENT)
 
 
 def _make_changed_error(path: str, name: str, module: nn.Module, value: Any, now: Any) -> PipelineError:

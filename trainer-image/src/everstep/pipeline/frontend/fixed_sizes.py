@@ -54,9 +54,9 @@ class FixedSizes:
     assumptions: tuple[Assumption, ...] = ()
     made: tuple[Any, ...] = ()
 
-    def without(self, number: int) -> FixedSizes:
-        """Return the rest, where any other is as right as this number."""
-        return replace(self, numbers=tuple(each for each in self.numbers if each[1] != number))
+    def without(self, places: Collection[SizePlace]) -> FixedSizes:
+        """Return the rest, where any other size is as right in these places."""
+        return replace(self, numbers=tuple(each for each in self.numbers if each[0] not in places))
 
     def check(self, named: Mapping[str, Any]) -> None:
         """Compare the sizes of a batch, by the names of arguments, with those that are fixed.
@@ -101,27 +101,18 @@ def find_fixed_sizes(record: ForwardRecord) -> FixedSizes:
     return FixedSizes(tuple(numbers), tuple(pairs))
 
 
-def with_other_size(arguments: Mapping[str, Any], number: int, unsplit_inputs: Collection[str] = ()) -> dict[str, Any]:
-    """Return arguments without data, in which all sizes that are equal to a number are doubled.
+def group_places(record: ForwardRecord, arguments: Mapping[str, Any], number: int) -> list[list[SizePlace]]:
+    """Return the places of all sizes that are equal to a number, and then those of each dimension: a length and the
+    features, of which only one may change, can be equal by chance.
 
     Args:
+        record: Of the model.
         arguments: The example's.
-        number: The size that is fixed.
-        unsplit_inputs: The arguments without samples; those of all others keep their first dimension.
+        number: The size.
     """
-
-    def other(value: Any, first: int) -> Any:
-        if isinstance(value, dict):
-            return type(value)({key: other(each, first) for key, each in value.items()})
-        if isinstance(value, list | tuple):
-            items = [other(each, first) for each in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if not isinstance(value, torch.Tensor):
-            return value
-        shape = [size * 2 if dim >= first and size == number else size for dim, size in enumerate(value.shape)]
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    return {name: other(value, 0 if name in unsplit_inputs else 1) for name, value in arguments.items()}
+    places = [place for place in record.symbols.values() if _get_size(arguments, place) == number]
+    by_dimension = [[place for place in places if place[2] == dim] for dim in sorted({place[2] for place in places})]
+    return [places, *(by_dimension if len(by_dimension) > 1 else [])]
 
 
 def with_sizes(arguments: Mapping[str, Any], sizes: Mapping[SizePlace, int]) -> dict[str, Any]:

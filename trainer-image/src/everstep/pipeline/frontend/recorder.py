@@ -111,9 +111,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         # Without the dispatcher, operations such as constant padding read sizes as numbers, which fixes them.
         with self.fake, enable_python_dispatcher():
             given = {name: self._arguments(name, value, ()) for name, value in arguments.items()}
-            with torch.enable_grad(), listen_to_model(self), self.attributes.held_objects.listening(), self:
-                call(given)
-        self.attributes.settle()
+            held = self.attributes.held_objects
+            with held.kept():
+                with torch.enable_grad(), listen_to_model(self), held.listening(), self:
+                    call(given)
+                self.attributes.settle()
         self.record.reads, self.record.left = self.attributes.found, self.attributes.left
         self.record.modes = self.attributes.modes
         self.record.values = [self._describe(tensor) for tensor in self._made]

@@ -21,7 +21,7 @@ from everstep.pipeline.frontend.attributes import AttributeRead, Key, Reader, ch
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.counters import RecordWith, find_threshold
-from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size, with_sizes
+from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, group_places, with_sizes
 from everstep.pipeline.frontend.kept_tables import KeptTables
 from everstep.pipeline.frontend.record import Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
 from everstep.pipeline.frontend.recorder import Recorder
@@ -164,20 +164,23 @@ def trace_model(
             if is_opened(read):
                 read_modes.setdefault(reader, {}).update([read.value])
     sizes = find_fixed_sizes(record)
+    mode = record.root.training
     for number in sorted({each for _, each in sizes.numbers}):
-        # Where only modules that run as they are take a size for a number, any other is right too.
-        with contextlib.suppress(Untraceable):
-            other_sizes = with_other_size(arguments, number, unsplit_inputs)
-            other = record_as(record.root.training, other_sizes)  # first, since most models take no others
-            if modes.do_the_same(record_as(record.root.training), other):
-                sizes = sizes.without(number)
+        for places in group_places(record, arguments, number):
+            if not any(place in places for place, _ in sizes.numbers):
+                continue
+            # Where only modules that run as they are take a size for a number, any other is right too.
+            with contextlib.suppress(Untraceable):
+                other_sizes = with_sizes(arguments, dict.fromkeys(places, 2 * number))
+                other = record_as(mode, other_sizes)  # first, since most models take no others
+                if modes.do_the_same(record_as(mode), other):
+                    sizes = sizes.without(places)
     opened = _list_opened_modules(record.root, found)
     if both and is_alike:
         # These were in one mode in both records, and nobody knows what they do in the other.
         paths = {module: path for path, module in model.named_modules()}
         stuck = {paths[module]: flag for module, flag in flags.items() if flag != flags[model]}
         read_modes |= {("", path): {True: flag, False: flag} for path, flag in stuck.items() if path in opened}
-    mode = record.root.training
     used = {name for unit in found.all for name in unit.arguments}
     unread = [name for name in record.arguments if name not in used]
 
