@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -77,6 +78,21 @@ async def test_its_content_is_read_once_until_another_object_has_its_name(client
     for _ in range(2):
         with pytest.raises(errors.NotOurs):
             await agent.ensure(client, "ns")
+
+
+async def test_its_content_is_not_read_by_many_sets_at_once(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, read = AgentCode(b"code"), client.get
+
+    async def read_slowly(*about: Any, **how: Any) -> Any:
+        await asyncio.sleep(0)  # the others ask meanwhile
+        return await read(*about, **how)
+
+    await agent.ensure(client, "ns")
+    await agent.ensure(client, "ns")
+    monkeypatch.setattr(client, "get", read_slowly)
+    before = client.whole_reads
+    await asyncio.gather(*(agent.ensure(client, "ns") for _ in range(20)))
+    assert client.whole_reads == before
 
 
 async def test_what_may_be_edited_is_read_each_time(client: Any) -> None:

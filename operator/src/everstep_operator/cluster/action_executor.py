@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
@@ -22,7 +21,7 @@ from everstep.agent.wire.auth import job_token
 from everstep_operator.api.reasons import Reason
 from everstep_operator.cluster import agent_code, errors, events
 from everstep_operator.cluster.agent_code import AgentCode
-from everstep_operator.cluster.api_answer import ApiObject, Decode
+from everstep_operator.cluster.api_answer import ApiObject, Decode, decode_body
 from everstep_operator.cluster.cache import ClusterCache
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
@@ -177,7 +176,7 @@ class ActionExecutor:
     # --- objects made once
 
     async def _ensure(
-        self, resource: ApiResource, job: JobRef, body: Any, decode: Decode = json.loads
+        self, resource: ApiResource, job: JobRef, body: Any, decode: Decode = decode_body
     ) -> tuple[ApiObject, bool]:
         """Create an object, or make sure that what has its name is this job's. Return what is stored, and whether it is
         new.

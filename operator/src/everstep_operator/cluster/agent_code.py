@@ -123,17 +123,14 @@ class AgentCode:
     async def _is_as_compared(self, client: Client, namespace: str) -> bool:
         """Tell whether the object is there whose content was compared. What is immutable stays as it is until another
         object has its name: half a megabyte need not be read for each set of pods."""
-        uid = self._compared.pop(namespace, None)
+        uid = self._compared.get(namespace)
         if uid is None:
             return False
         try:
             found = await client.get(CONFIG_MAPS, namespace, self.name, metadata_only=True)
         except errors.NotFound:
             return False
-        if found["metadata"].get("uid") != uid:
-            return False
-        self._compared[namespace] = uid
-        return True
+        return bool(found["metadata"].get("uid") == uid)
 
     async def _stored(self, client: Client, namespace: str) -> ApiObject:
         """Read the ConfigMap, or create it. In most namespaces it exists, and a used-up quota would reject even a

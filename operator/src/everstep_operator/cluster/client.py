@@ -11,7 +11,6 @@ A create may not, once its result is unknown: `Unreachable.sent` goes up to the 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -29,6 +28,7 @@ from everstep_operator.cluster.api_answer import (
     ApiObject,
     Decode,
     compute_retry_delay,
+    decode_body,
     encode_body,
     parse_response,
     typed_errors,
@@ -126,7 +126,7 @@ class Client:
         fields: str | None = None,
         page: int = PAGE,
         metadata_only: bool = False,
-        decode: Decode = json.loads,
+        decode: Decode = decode_body,
     ) -> AsyncIterator[ListPage]:
         """Yield all objects, page by page.
 
@@ -233,7 +233,7 @@ class Client:
         body: ApiObject,
         *,
         dry_run: bool = False,
-        decode: Decode = json.loads,
+        decode: Decode = decode_body,
     ) -> ApiObject:
         """Create an object, and return what the server made of it. Raises `AlreadyExists`, or `Unreachable` with `sent`
         set when nobody knows.
@@ -309,7 +309,7 @@ class Client:
         kind: str = _JSON,
         accept: str = _JSON,
         blind: bool = True,
-        decode: Decode = json.loads,
+        decode: Decode = decode_body,
     ) -> ApiObject:
         """Send a request, again while that can help. `blind`: it may be repeated although it may have been
         processed."""
@@ -321,17 +321,30 @@ class Client:
                 return blind
             return isinstance(error, errors.Unreachable) and (blind or not error.sent)
 
+        async def send() -> ApiObject:
+            return await self._send_once(
+                verb, resource, path, query, body, sub=sub, kind=kind, accept=accept, decode=decode
+            )
+
+        started, failed = time.monotonic(), list[errors.ApiError | errors.Unreachable]()
+        try:
+            return await send()  # for nearly all that is enough, and what tenacity notes costs as much as their JSON
+        except (errors.ApiError, errors.Unreachable) as error:
+            if not is_worth_repeating(error):
+                raise
+            failed.append(error)
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(is_worth_repeating),
-            stop=tenacity.stop_after_attempt(self._attempts) | tenacity.stop_after_delay(3 * self._timeout),
+            stop=tenacity.stop_after_attempt(self._attempts)
+            | tenacity.stop_after_delay(3 * self._timeout - (time.monotonic() - started)),
             wait=compute_retry_delay,
             reraise=True,
         )
         async for attempt in retrying:
             with attempt:
-                return await self._send_once(
-                    verb, resource, path, query, body, sub=sub, kind=kind, accept=accept, decode=decode
-                )
+                if failed:
+                    raise failed.pop()  # the first attempt
+                return await send()
         raise AssertionError("tenacity re-raises")
 
     async def _send_once(
@@ -345,7 +358,7 @@ class Client:
         sub: str = "",
         kind: str = _JSON,
         accept: str = _JSON,
-        decode: Decode = json.loads,
+        decode: Decode = decode_body,
     ) -> ApiObject:
         method, what = _METHODS[verb], f"{resource.plural}/{sub}" if sub else resource.plural
         if method != "GET" and resource != LEASES:
@@ -371,7 +384,7 @@ class Client:
         body: ApiObject | None,
         kind: str,
         accept: str = _JSON,
-        decode: Decode = json.loads,
+        decode: Decode = decode_body,
     ) -> ApiObject:
         started, asked_at = time.monotonic(), self.clock.steady()
         code = "error"

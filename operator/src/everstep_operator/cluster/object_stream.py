@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
@@ -22,6 +21,7 @@ import structlog
 
 from everstep_operator import metrics
 from everstep_operator.cluster import errors
+from everstep_operator.cluster.api_answer import decode_body
 from everstep_operator.cluster.cache import ObjectCache, resource_version
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.comparison import POD_SELECTOR, compare_with_list
@@ -125,7 +125,7 @@ class ObjectStream:
 
     def _take(self, line: bytes) -> None:
         self._lines += 1
-        event = decode_pod_event(line) if self.resource == PODS else json.loads(line)
+        event = decode_pod_event(line) if self.resource == PODS else decode_body(line)
         kind, raw = event["type"], event["object"]
         if kind == "ERROR":
             raise StreamBroken(f"{raw.get('code')} {raw.get('reason')}: {raw.get('message')}")
