@@ -43,12 +43,26 @@ def test_who_waits_hears_that_another_became_possible_or_impossible() -> None:
     pools: frozenset[str] = frozenset()
     one = GangView("default/one", "a", 1.0, pools, wanted=4, places=4)
     gangs.update(("default", "one"), one)
-    gangs.update(("default", "two"), GangView("default/two", "b", 2.0, pools, wanted=4, places=4))
+    gangs.update(("default", "two"), GangView("default/two", "b", 2.0, pools, wanted=4, scheduled=1, places=4))
     woken.clear()
     gangs.update(("default", "one"), dataclasses.replace(one, scheduled=2))
-    assert woken == []
+    assert woken == [("default", "one")], "its own decision follows from its rivals from now on"
+    woken.clear()
     gangs.update(("default", "one"), dataclasses.replace(one, scheduled=2, places=3))
     assert woken == [("default", "two")]
+
+
+def test_a_job_without_a_node_is_not_woken_by_each_of_the_others() -> None:
+    """A thousand jobs in a queue would all be looked at whenever one of them begins."""
+    woken: list[Any] = []
+    gangs = WaitingGangs(woken.append)
+    for number in range(100):
+        gangs.update(("default", f"{number}"), GangView(f"default/{number}", f"{number}", 1.0, frozenset(), wanted=4))
+    given_back = GangView("default/back", "back", 2.0, frozenset(), wanted=4, released_at=5.0)
+    gangs.update(("default", "back"), given_back)
+    woken.clear()
+    gangs.update(("default", "0"), None)
+    assert woken == [("default", "back")]
 
 
 def test_who_waits_hears_that_another_waits_for_a_quota_now_and_not_for_nodes() -> None:

@@ -109,6 +109,31 @@ def test_after_giving_back_it_waits_for_the_older_or_a_backoff() -> None:
     assert gang.judge_retry(me, [old], now=1000 + gang.BACKOFF_SECONDS + gang.BACKOFF_JITTER_SECONDS).retry_at is None
 
 
+_gangs = st.builds(
+    view,
+    name=st.sampled_from("abcdefgh"),
+    created=st.integers(0, 3),
+    wanted=st.integers(1, 6),
+    scheduled=st.integers(0, 6),
+    released_at=st.none() | st.integers(0, 2000),
+    recovering=st.booleans(),
+    places=st.none() | st.integers(0, 6),
+    blocked=st.booleans(),
+    quota=st.sampled_from(["", "default"]),
+)
+
+
+@given(me=_gangs, others=st.lists(_gangs, max_size=5), now=st.integers(0, 3000), grew_at=st.integers(0, 1000))
+def test_whom_others_need_not_wake_decides_the_same_whoever_they_are(
+    me: GangView, others: list[GangView], now: float, grew_at: float
+) -> None:
+    def decide(rivals: list[GangView]) -> tuple[gang.GangVerdict, gang.GangVerdict]:
+        held = gang.judge_hold(me, rivals, grew_at=grew_at, scale_up_at=None, now=now)
+        return held, gang.judge_retry(me, rivals, now=now)
+
+    assert gang.heeds_rivals(me) or decide(others) == decide([])
+
+
 @dataclasses.dataclass
 class SimulatedGang:
     name: str

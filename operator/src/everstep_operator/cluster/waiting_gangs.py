@@ -73,5 +73,9 @@ class WaitingGangs:
         if moved or (old and view and view.scheduled < old.scheduled):
             pools = (old.pools if old else frozenset()) | (view.pools if view else frozenset())
             for other, rival in self._views.items():
-                if other != key and (not pools or not rival.pools or rival.pools & pools or rival.quota == key[0]):
+                if other == key or not gang.heeds_rivals(rival):
+                    continue
+                if not pools or not rival.pools or rival.pools & pools or rival.quota == key[0]:
                     self._changed(other)
+        if view is not None and gang.heeds_rivals(view) and not (old is not None and gang.heeds_rivals(old)):
+            self._changed(key)  # rivals may have moved since this look began, and nobody has woken it for that

@@ -140,6 +140,14 @@ def judge_retry(me: GangView, gangs: Iterable[GangView], *, now: float) -> GangV
     return GangVerdict(retry_at=until) if now < until else GangVerdict()
 
 
+def heeds_rivals(me: GangView) -> bool:
+    """Tell whether what a gang does next may follow from its rivals: it holds something, or has given it back.
+
+    The others need not be woken when a rival begins or ends, and in a long queue nearly all are others.
+    """
+    return me.scheduled > 0 or me.released_at is not None
+
+
 def _would_fit(me: GangView, others: Sequence[GangView]) -> bool:
     """Return whether the nodes that all gangs hold now would be enough for this one, dealt out oldest first."""
     held = me.scheduled + sum(g.scheduled for g in others)
