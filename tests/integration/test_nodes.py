@@ -340,7 +340,7 @@ async def test_three_jobs_behind_one_that_no_nodes_can_hold_get_theirs(
     async with operator(control_plane.user_kubeconfig(USER), still_world) as (made, _):
         await small.submit("impossible", 32)
         await until(lambda: hold(impossible=6), "it came first", 120)
-        assert [view.possible for view in made.gangs.list_rivals(("", ""))] == [False]
+        assert [view.possible for view in made.gangs.list_views()] == [False]
     # It counts again after a restart of the operator, from what the API server has.
     async with operator(control_plane.user_kubeconfig(USER), still_world):
         for name in names[1:]:

@@ -27,11 +27,11 @@ async def test_a_set_that_is_larger_than_its_quota_is_known_to_be(
         await still_world.submit("digits", numNodes=6)
 
         async def blocked() -> bool:
-            (view,) = made.gangs.list_rivals(("", "")) or (None,)
+            (view,) = made.gangs.list_views() or (None,)
             return view is not None and bool(view.quota)
 
         await until(blocked, "the quota blocks the set", 60)
-        (view,) = made.gangs.list_rivals(("", ""))
+        (view,) = made.gangs.list_views()
         assert (view.places, view.possible, view.scheduled) == (4, False, 4)
         status = (await still_world.job("digits"))["status"]
         assert status["transitions"][-1]["reason"] == "QuotaExceeded"

@@ -266,7 +266,7 @@ async def test_nothing_of_a_former_job_of_the_same_name_is_remembered(reconciler
         await reconciler.reconcile(KEY)
     assert (seen[0].status_written_at, seen[-1].status_written_at) == (None, None)
     assert reconciler.queue.failures(KEY) == 0, "its own back-off, and its own events"
-    assert reconciler.gangs.list_rivals(("default", "letters")) == ()
+    assert reconciler.gangs.list_views() == ()
     server.fails = False
     assert await reconciler.reconcile(KEY) is None
     await reconciler.reconcile(KEY)

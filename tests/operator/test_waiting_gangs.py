@@ -173,7 +173,7 @@ async def test_an_operator_that_has_just_started_knows_who_waits_before_it_plans
     server: Any = Server(unreadable, world.job.manifest(), nodes=nodes, config_maps=world.config_maps)
     operator = Operator(OperatorSettings.load({}, {}), server, world.settings.operator_keys, AgentCode(b"code"))
     await operator._fill_cache()  # what `run` does before it starts its workers
-    (seen,) = operator.gangs.list_rivals(("default", "another"))
+    (seen,) = operator.gangs.list_views()
     assert (seen.key, seen.wanted) == ("default/digits", 3)
     assert (seen.places, seen.possible) == (2, False), "counted by the frozen template, which is read first"
-    assert operator.gangs.list_rivals(("default", "digits")) == ()
+    assert gang.list_rivals(seen, operator.gangs.list_views()) == []

@@ -262,7 +262,7 @@ class Reconciler:
             pods=pods,
             pools=self._read_pools(job),
             leader=leader,
-            gangs=self.gangs.list_rivals(key),
+            gangs=self.gangs.list_views(),
             frozen=frozen,
             settings=self.settings,
             rejection=rejection,

@@ -54,9 +54,9 @@ class WaitingGangs:
             if view is not None:
                 self._views[key] = view
 
-    def list_rivals(self, key: Key) -> tuple[GangView, ...]:
-        """Return all waiting gangs but that of this job."""
-        return tuple(view for other, view in self._views.items() if other != key)
+    def list_views(self) -> tuple[GangView, ...]:
+        """Return all waiting gangs; for the policy, none is a rival of itself."""
+        return tuple(self._views.values())
 
     def update(self, key: Key, view: GangView | None) -> None:
         """Store the gang of a job, or that it waits no longer (None), and wake the rivals for which that matters."""

@@ -184,7 +184,7 @@ class Observation:
     pods: tuple[PodView, ...] = ()
     pools: Mapping[str, TrainingPool] = field(default_factory=dict)  # those that the job names and that exist
     leader: LeaderView | None = None  # of the current pod 0; None: never asked
-    gangs: tuple[GangView, ...] = ()  # other jobs, any namespace
+    gangs: tuple[GangView, ...] = ()  # of all jobs that wait, in any namespace, perhaps of this one too
     frozen: FrozenTemplate | None = None  # of status.template.epoch; None: not there
     settings: PlanSettings = field(default_factory=PlanSettings)
     rejection: Rejection | None = None
