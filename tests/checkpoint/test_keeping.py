@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from everstep.checkpoint.catalog.candidates import list_candidates
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, Full
 from everstep.checkpoint.slots.slots import Claim, Slots
 from everstep.checkpoint.store.posix import PosixStore
 from everstep.checkpoint.writer import keeper
@@ -119,3 +119,22 @@ def test_of_those_that_wait_only_the_newest_is_read_back(node: Node) -> None:
         assert node.store.reads == 2 * READS
 
     within_patience(run())
+
+
+def test_a_full_disk_that_takes_no_mark_gets_rid_of_what_is_not_to_be_kept(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no later save would find room."""
+
+    def refuse(name: str, data: bytes) -> None:
+        raise Full(node.store.url, f"could not write {name}: No space left on device")
+
+    async def save_two() -> None:
+        await node.save(10)
+        save = await node.save(20)
+        monkeypatch.setattr(node.store, "replace", refuse)
+        await node.keeper.tidy(save)
+
+    monkeypatch.setattr(keeper, "_MARKS_PATIENCE", 0.0)
+    asyncio.run(save_two())
+    assert node.steps == [20]

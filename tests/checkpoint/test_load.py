@@ -312,3 +312,21 @@ def test_a_store_that_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pyte
     everstep.load_into(tmp_path, x=target)
     assert target.tolist() == [1.0] * 3
     assert [each.step for each in everstep.list_checkpoints(tmp_path)] == [1]
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="of torch 2.8")
+@pytest.mark.parametrize("name", ["float4_e2m1fn_x2", "float32"])
+def test_a_cast_that_torch_does_not_do_is_refused_before_anything_is_read(tmp_path: Path, name: str) -> None:
+    kind = getattr(torch, name)
+    with session(tmp_path) as ckpt:
+        ckpt.track(a=torch.ones(4), w=torch.arange(4 * kind.itemsize, dtype=torch.uint8).view(kind))
+        ckpt.save(1)
+    store = tmp_path / "store"
+    here = torch.zeros(4) if kind is torch.float4_e2m1fn_x2 else torch.zeros(4, dtype=torch.float4_e2m1fn_x2)
+    for where in (None, "meta"):
+        with pytest.raises(CheckpointError, match=f"w is of {kind}, which torch does not convert to {here.dtype}"):
+            everstep.load(store, only="w", cast=here.dtype, map_location=where)
+    first = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(StateMismatch, match="in the checkpoint"):
+        everstep.load_into(store, cast=True, a=first, w=here)
+    assert not first.any()

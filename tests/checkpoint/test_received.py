@@ -165,3 +165,95 @@ def starts_over(rank: int, folder: Path) -> tuple[list[str], dict[str, Any]]:
 
 def test_a_run_that_starts_over_leaves_nothing_to_rank_0(folder: Path) -> None:
     assert ranks.run(2, starts_over, folder) == [([], {"best": 1.5})] * 2
+
+
+def evaluates_beside_training(rank: int, folder: Path) -> tuple[list[str], list[list[str]], float]:
+    """A run that was restarted restores its own newest checkpoint into other objects, between its saves."""
+    failed: list[str] = []
+    held: list[list[str]] = []
+    for start in (0, 2):
+        state: dict[str, Any] = {"n": 0}
+        with contextlib.suppress(SaveFailed), session(folder, every="1h") as ckpt:
+            ckpt.on("failed", lambda event: failed.append(event.why))
+            ckpt.restore(state=state)
+            for step in (start + 1, start + 2):
+                state["n"] = step
+                if not rank:
+                    state["best"] = 1 / step
+                ckpt.save(step)
+                ckpt.wait()
+                held.append(sorted(everstep.load(folder / "store")["state"]))
+                reader = session(folder)
+                reader.restore(state={})
+                reader.close(wait=False)
+    return failed, held, float(everstep.load(folder / "store")["state"]["best"])
+
+
+def test_an_evaluation_in_the_process_changes_nothing_for_the_run(folder: Path) -> None:
+    assert ranks.run(2, evaluates_beside_training, folder) == [([], [["best", "n"]] * 4, 0.25)] * 2
+
+
+def evaluates_what_another_rank_keeps(rank: int, folder: Path) -> list[list[str]]:
+    """Rank 1 alone keeps something; the evaluation brings it to all ranks, and the run holds it on rank 1 as before."""
+    held: list[list[str]] = []
+    state: dict[str, Any] = {"kept": 1.5, "tensor": torch.ones(2)} if rank else {}
+    for start in (0, 2):
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            for step in (start + 1, start + 2):
+                ckpt.save(step)
+                ckpt.wait()
+                held.append(sorted(everstep.load(folder / "store")["state"]))
+                reader = session(folder)
+                reader.restore(state={})
+                reader.close(wait=False)
+    return held
+
+
+def test_what_another_rank_keeps_is_saved_after_an_evaluation_in_the_process(folder: Path) -> None:
+    assert ranks.run(2, evaluates_what_another_rank_keeps, folder) == [[["kept", "tensor"]] * 4] * 2
+
+
+def removes_and_tries_again(rank: int, folder: Path) -> list[tuple[list[str], Any]]:
+    """Rank 0 removes what others have received, and puts another thing there after the script has tried again."""
+    found = []
+    state: dict[str, Any] = {"n": 0}
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(state={"n": 0} if rank else {"n": 0, "best": 1.5})
+        ckpt.save(1)
+    for step in (2, 3, 4):
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            state["n"] = step
+            if not rank and step == 2:
+                del state["best"]
+            if not rank and step == 4:
+                state["best"] = {"step": torch.ones(1)}
+            ckpt.save(step)
+            ckpt.wait()
+        loaded = everstep.load(folder / "store")["state"]
+        found.append((sorted(loaded), loaded.get("best")))
+    return found
+
+
+def test_what_rank_0_has_removed_does_not_come_back_when_a_script_tries_again(folder: Path) -> None:
+    best = {"step": torch.ones(1)}
+    expected = [(["n"], None), (["n"], None), (["best", "n"], best)]
+    assert ranks.run(2, removes_and_tries_again, folder) == [expected] * 2
+
+
+def tracks_after_a_restore(rank: int, folder: Path) -> int:
+    for step in (1, 2, 3):
+        state: dict[str, Any] = {}
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            if not rank:
+                state["best"] = torch.ones(step)
+            ckpt.track(state=state, more={"n": step})
+            ckpt.save(step)
+            ckpt.wait()
+    return len(everstep.load(folder / "store")["state"]["best"])
+
+
+def test_what_rank_0_has_made_larger_since_a_restore_is_tracked(folder: Path) -> None:
+    assert ranks.run(2, tracks_after_a_restore, folder) == [3, 3]

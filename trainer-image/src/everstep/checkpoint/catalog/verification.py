@@ -33,8 +33,12 @@ __all__ = [
 
 
 def mark_node(store: Store, index: CheckpointIndex, node: int) -> None:
-    """Leave the mark of a share that was verified."""
-    store.replace(mark_name(index, node), b"")
+    """Leave the mark of a share that was verified.
+
+    A full disk takes none. Whoever removes older checkpoints to make room reads such a share again.
+    """
+    with suppress(Full):
+        store.replace(mark_name(index, node), b"")
 
 
 def mark_name(index: CheckpointIndex, node: int) -> str:
@@ -157,9 +161,7 @@ class VerifiedCheckpoints:
                 return
             verify_checkpoint(self.store, key, threads=self.threads, on_bytes=on_bytes)
             if self.mark:
-                # A full disk takes no mark, and whoever prunes to make room does not need one: all of it was read.
-                with suppress(Full):
-                    mark_all(self.store, key)
+                mark_all(self.store, key)
             self._read.add(key)  # what is asked for again in the same pass was read a moment ago
 
         return key in self._read or self._holds(key, read)

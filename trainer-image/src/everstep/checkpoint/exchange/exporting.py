@@ -29,7 +29,7 @@ from everstep.checkpoint.format.values import unpack_value
 from everstep.checkpoint.load.api import LoadedCheckpoint, load
 from everstep.checkpoint.restore.restorer import NoGoodCheckpoint
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.casting import Cast
+from everstep.checkpoint.state.casting import Cast, can_convert
 from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.state.ties import find_kept_names
@@ -206,9 +206,10 @@ def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
     known: dict[torch.dtype, bool] = {}
     for name, tensor in tensors.items():
         if not known.setdefault(tensor.dtype, can_hold(tensor.dtype)):
+            cast = ", convert it with cast=" if can_convert(tensor.dtype, torch.bfloat16) else ""
             raise CheckpointError(
                 f"{name} has the type {dtype_name(tensor.dtype)}, which safetensors does not hold: leave it out with "
-                "rename= (a function that returns None for it), convert it with cast=, or export to DCP"
+                f"rename= (a function that returns None for it){cast}, or export to DCP"
             )
 
 

@@ -134,6 +134,8 @@ def load(
 
     def read_all(store: Store, manifest: Manifest, alive: Callable[[], None]) -> dict[str, Any]:
         wanted_tensors = {name: name for name in manifest.tensors if is_wanted(name, only)}
+        for name in wanted_tensors:
+            casts.check(name, getattr(torch, manifest.tensors[name].dtype))
         plain = {
             name: each for name, each in manifest.values.items() if name not in NO_STATE and not is_description(name)
         }

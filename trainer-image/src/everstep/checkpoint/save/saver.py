@@ -202,6 +202,7 @@ def check_start(
     how: How,
     directory: Path,
     slots: int,
+    received: ReceivedLeaves,
 ) -> None:
     """See that a state can be saved and that its slots find room here, without claiming anything. Collective.
 
@@ -212,16 +213,17 @@ def check_start(
         how: How it is to be saved.
         directory: Where the slots will be, there or not.
         slots: How many there will be.
+        received: What of them this rank leaves to rank 0.
 
     Raises:
         CheckpointError: A value cannot be saved, the ranks' states do not fit together, there is no room
             (InsufficientMemory), or the slots that are there are another user's.
     """
     group.run_on_all_ranks(lambda: check_is_own(directory))
-    plan = planning.make_save_plan(lambda: _after_a_step(objects, topology.rank, how), topology.rank, group)
-    sizes = [plan.sizes[rank] for rank in topology.ranks]
+    plan = planning.make_save_plan(lambda: _after_a_step(objects, topology.rank, how, received), topology.rank, group)
     memory = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
-    available_memory.check_memory(memory, Slots(directory).need(sizes, slots), slots)
+    need = Slots(directory).need([plan.sizes[rank] for rank in topology.ranks], slots)
+    available_memory.check_memory(memory, need, slots)
 
 
 class Saver:
@@ -395,8 +397,7 @@ class Saver:
         return self.received.leave_out(flat)
 
     def _after_a_step(self) -> Flat:
-        flat = _after_a_step(self._objects, self._topology.rank, self._how)
-        return self.received.leave_out(flat)
+        return _after_a_step(self._objects, self._topology.rank, self._how, self.received)
 
     def _make_plan(self, state: Callable[[], Flat], *, step: int | None) -> Flat:
         """`step`: that is saved by it at once; None for a plan alone, for which replicas are not compared."""
@@ -443,8 +444,7 @@ class Saver:
         return []
 
 
-def _after_a_step(objects: Mapping[str, object], rank: int, how: How) -> Flat:
+def _after_a_step(objects: Mapping[str, object], rank: int, how: How, received: ReceivedLeaves) -> Flat:
     flat = flatten_objects(objects, rank=rank, step=None, allow_pickle=how.allow_pickle)
-    return Flat(
-        {**flat.tensors, **predict_optimizer_tensors(objects, rank=rank)}, flat.values, flat.bulk, flat.elsewhere
-    )
+    tensors = flat.tensors | predict_optimizer_tensors(objects, rank=rank)
+    return received.leave_out(Flat(tensors, flat.values, flat.bulk, flat.elsewhere))

@@ -234,9 +234,8 @@ class Checkpointer:
         with self._arrivals.naming_absent("track() or start_over()"):
             check_source_ranks(everything, self._group)
             if self._coordinator is None:
-                check_start(
-                    everything, self._topology, self._group, self._how, self._directory, self._asked.memory.slots
-                )
+                memory = self._directory, self._asked.memory.slots
+                check_start(everything, self._topology, self._group, self._how, *memory, self._received)
         self._set_objects(everything)
 
     @one_at_a_time

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+
+from everstep.checkpoint.errors import CheckpointError
 
 Cast: TypeAlias = bool | torch.dtype | Mapping[torch.dtype, torch.dtype] | None
 
@@ -17,6 +20,16 @@ def _keeps_meaning(one: torch.dtype, other: torch.dtype) -> bool:
     """Tell whether a cast keeps what the numbers mean: no fraction is cut off, and nothing becomes a truth value."""
     kinds = [(each.is_floating_point, each.is_complex, each is torch.bool) for each in (one, other)]
     return kinds[0] == kinds[1]
+
+
+@functools.cache
+def can_convert(one: torch.dtype, other: torch.dtype) -> bool:
+    """Tell whether torch converts one type into another: of float4_e2m1fn_x2, two numbers in a byte, it does not."""
+    try:
+        torch.zeros(1, dtype=torch.uint8, device="cpu").expand(one.itemsize).contiguous().view(one).to(other)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _suggest_type(wrong: object) -> str:
@@ -53,9 +66,22 @@ class Casts:
 
     def allows(self, saved: torch.dtype, here: torch.dtype) -> bool:
         """Tell whether a saved tensor may be cast into one of another type."""
-        if self.cast is True:
-            return _keeps_meaning(saved, here)
-        return self.cast not in (None, False) and self.result(saved) is here
+        if self.cast in (None, False) or not can_convert(saved, here):
+            return False
+        return _keeps_meaning(saved, here) if self.cast is True else self.result(saved) is here
+
+    def check(self, name: str, saved: torch.dtype) -> None:
+        """See that a saved tensor can have the type that it gets where no object says one.
+
+        Raises:
+            CheckpointError: torch cannot convert it.
+        """
+        wanted = self.result(saved)
+        if wanted is not saved and not can_convert(saved, wanted):
+            raise CheckpointError(
+                f"{name} is of {saved}, which torch does not convert to {wanted}: leave it out with only=, or "
+                "name the types that are to be cast, as cast={torch.float32: torch.bfloat16}"
+            )
 
     def result(self, saved: torch.dtype) -> torch.dtype:
         """Return the type that a saved tensor gets where no object says one.

@@ -6,6 +6,7 @@ do not keep it would hold what it was then, and differ from the rank that does a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,14 +28,19 @@ from everstep.coordination.group import RankGroup
 # Whose state is each rank's own or one rank's, and what a script makes with all that it holds, on each rank.
 _OTHERS = (PerRank, FromRank, nn.Module, torch.optim.Optimizer)
 
-_marks_of_stores: dict[str, dict[str, tuple[object, ...]]] = {}  # of this process
+_Marks = dict[str, tuple[object, ...]]  # of leaves by their names
+
+# By the store, and by the identity of the object in which the leaves are: of this process's sessions.
+_marks_of_stores: dict[str, dict[int, _Marks]] = {}
+_KEPT = 64  # objects of a store; a script may restore into new ones as long as it runs, to evaluate them
 
 
 class ReceivedLeaves:
     """The leaves of nested states that this rank did not hold before a restore, as long as it leaves them as they came.
 
     Rank 0 has received none in this sense: it saves what it holds. A later session of the process on the same store
-    knows them too: a script that tries again has the objects in which they are.
+    knows them too, where it is given the objects in which they are: a script that tries again has these. One that
+    restores into objects of its own under the same names, as for an evaluation, has nothing to do with them.
 
     Args:
         group: All ranks.
@@ -43,7 +49,9 @@ class ReceivedLeaves:
 
     def __init__(self, group: RankGroup, store: str = "") -> None:
         self._group, self._allow_pickle = group, False
-        self._marks = _marks_of_stores.setdefault(store, {}) if store and group.rank else {}
+        self._known = _marks_of_stores.setdefault(store, {}) if store and group.rank else {}
+        self._marks: _Marks = {}
+        self._ids: dict[str, int] = {}  # of the objects, by their escaped names
         self._objects: dict[str, object] = {}
         self._own: set[str] = set()
         self._empty: dict[str, object] = {}
@@ -56,7 +64,9 @@ class ReceivedLeaves:
             held: Their state.
             allow_pickle: See flatten_objects().
         """
-        held = self.leave_out(held)
+        for name, each in objects.items():
+            self._recall(names.escape_segment(name), id(each))
+        held = self._leave_out(held)
         self._objects = {name: each for name, each in objects.items() if self._group.size > 1 and _is_nested(each)}
         self._allow_pickle = allow_pickle
         self._empty = {name: value for name, value in held.values.items() if is_empty(value)}
@@ -70,30 +80,57 @@ class ReceivedLeaves:
                 within an object begins when it is, in the order of the epoch that its sampler has by then.
         """
 
-        def look() -> tuple[Flat, dict[str, tuple[object, ...]]]:
+        def look() -> tuple[Flat, _Marks]:
             after = self._flatten(taken)
             held = [name for name in {**after.tensors, **after.values} if not is_description(name)]
             marks = {name: mark for name in held if not self._is_own(after, name) and (mark := _mark_leaf(after, name))}
             return after, marks
 
         after, found = self._group.run_on_all_ranks(look)
+        before = set(self._marks)
         self._forget({object_of(name) for name in after.values if is_description(name)})
         self._objects, self._own, self._empty = {}, set(), {}
         if self._group.any(bool(found)):
             of_first = set(self._group.broadcast([*after.tensors, *after.values]))
             if self._group.rank:
-                self._marks |= {name: mark for name, mark in found.items() if name in of_first}
+                # Of what came by an earlier restore and stays, since the checkpoint has it no more, rank 0 has removed
+                # its own.
+                self._marks |= {name: mark for name, mark in found.items() if name in of_first or name in before}
+        self._remember()
 
     def forget(self) -> None:
         """Forget them: what this rank holds is its own, however it has come to hold it."""
         self._marks.clear()
+        self._remember()
 
     def leave_out(self, flat: Flat) -> Flat:
-        """Return the state without them.
+        """Return the state without them, for a save.
 
         Args:
             flat: All that this rank holds now of some objects.
         """
+        found = self._leave_out(flat)
+        self._remember()
+        return found
+
+    def _recall(self, name: str, identity: int) -> None:
+        if name not in self._ids:
+            earlier = self._known.get(identity, {})
+            self._marks |= {leaf: mark for leaf, mark in earlier.items() if object_of(leaf) == name}
+        self._ids[name] = identity
+
+    def _remember(self) -> None:
+        marks: dict[str, _Marks] = defaultdict(dict)
+        for leaf, mark in self._marks.items():
+            marks[object_of(leaf)][leaf] = mark
+        for name, identity in self._ids.items():
+            self._known.pop(identity, None)
+            if name in marks:
+                self._known[identity] = marks[name]
+        for identity in list(self._known)[:-_KEPT]:
+            del self._known[identity]
+
+    def _leave_out(self, flat: Flat) -> Flat:
         if not self._marks:
             return flat
         held = {name for name in flat.tensors.keys() | flat.values.keys() if not is_description(name)}
