@@ -81,6 +81,86 @@ def test_other_lengths_are_computed_with_as_they_are(between: Any) -> None:
     assert count > 8
 
 
+def double_some(x: Any) -> Any:
+    return x.repeat_interleave(2, 1) if x.sum() > 0 else x
+
+
+def cut_by_scores(x: Any) -> Any:
+    return x[:, : 1 + int((x[..., 0] > 0).sum(1).max())]
+
+
+def select_by_scores(x: Any) -> Any:
+    return x[(x[..., 0] > 0) | (torch.arange(x.shape[1]) == 0)]
+
+
+class Pooling(Net):
+    """Takes the mean of all words that a module gives, and of all that the model was given."""
+
+    def forward(self, x: Any) -> Any:
+        y = self.two(self.between(self.one(x)))
+        return y.sum(-2) / y.shape[-2] + (x.sum(1) / x.shape[1]).sum()
+
+
+@pytest.mark.parametrize("between", [double_some, cut_by_scores, select_by_scores])
+def test_a_length_that_follows_from_scores_is_that_of_each_micro_batch(between: Any) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, count, found = Pooling(Block(between)), 0, set()
+        for stages in iterate_stages(model, {"x": torch.randn(3, 5, 4)}):
+            for x in (
+                torch.randn(2, 5, 4),
+                torch.randn(4, 7, 4),
+                *(torch.full((2, 5, 4), each) for each in (-9.0, 9.0)),
+            ):
+                found.add(tuple(model.between(model.one(x)).shape))
+                assert torch.allclose(run_stages(stages, {"x": x}), model(x), atol=1e-6)
+                count += 1
+        assert count > 8
+        assert len(found) > 2
+
+
+def test_a_number_of_samples_that_follows_from_scores_is_not_taken_for_the_examples() -> None:
+    class Counting(Net):
+        def forward(self, x: Any) -> Any:
+            y = self.between(self.one(x))
+            return self.two(y).sum(0) / len(y)
+
+    torch.manual_seed(0)
+    model, refused = Counting(Block(lambda x: x[(x.mean((1, 2)) > 0).logical_or(torch.arange(x.shape[0]) == 0)])), 0
+    for stages in iterate_stages(model, {"x": torch.randn(3, 5, 4)}):
+        for _ in range(4):
+            x = torch.randn(4, 5, 4)
+            try:
+                computed = run_stages(stages, {"x": x})
+            except PipelineError:
+                refused += 1
+            else:
+                assert torch.allclose(computed, model(x), atol=1e-6)
+    assert refused
+
+
+def test_words_that_are_the_same_are_seen_to_be_fewer() -> None:
+    class Distinct(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(9, 4)
+
+        def forward(self, x: Any) -> Any:
+            found, places = x.unique(return_inverse=True)
+            return self.words(found), places
+
+    class Reading(Net):
+        def forward(self, x: Any) -> Any:
+            words, places = self.between(x)
+            return self.two(self.one(words))[places].sum(1) / words.shape[0]
+
+    traced = trace_model(Reading(Distinct()), {"x": torch.randint(9, (3, 5))})
+    assert {"one", "two"} <= traced.varying
+    for stages in iterate_stages(traced.model, {"x": torch.randint(9, (3, 5))}):
+        for x in (torch.randint(9, (2, 5)), torch.full((2, 4), 3)):
+            assert torch.allclose(run_stages(stages, {"x": x}), traced.model(x), atol=1e-6)
+
+
 class Packed(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     """Gives what is as long as the longest text, however long the batch is."""
 
@@ -129,6 +209,30 @@ def test_a_length_that_depends_on_data_may_be_relied_on_to_be_that_of_an_argumen
     for stages in iterate_stages(model, {"x": torch.randn(3, 5, 4), "lengths": torch.tensor([5, 3, 2])}):
         inputs = {"x": torch.randn(2, 7, 4), "lengths": torch.tensor([7, 2])}
         assert torch.allclose(run_stages(stages, inputs), model(**inputs))
+
+
+def test_two_modules_that_give_the_same_length_by_data_are_added() -> None:
+    """The longest text has one word where lengths are tried, and one word could be added to all."""
+
+    class AtLeastOne(Packed):
+        def forward(self, x: Any, lengths: Any) -> Any:
+            return super().forward(x, lengths.clamp(min=1))
+
+    class Adding(Net):
+        def __init__(self) -> None:
+            super().__init__(AtLeastOne())
+            self.again = AtLeastOne()
+
+        def forward(self, x: Any, lengths: Any) -> Any:  # type: ignore[override]
+            y = self.between(self.one(x), lengths)
+            return self.two(y + self.again(y, lengths)).sum(1)
+
+    torch.manual_seed(0)
+    model, example = Adding(), {"x": torch.randn(3, 5, 4), "lengths": torch.tensor([4, 3, 2])}
+    wanted = torch.autograd.grad(model(**example).square().sum(), list(model.parameters()))
+    for stages in iterate_stages(model, example):
+        found = torch.autograd.grad(run_stages(stages, example).square().sum(), list(model.parameters()))
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, wanted, strict=True))
 
 
 class Encoder(nn.Module):  # type: ignore[misc]

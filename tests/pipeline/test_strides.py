@@ -182,3 +182,36 @@ def test_a_fused_optimizer_finds_each_gradient_where_its_parameter_is(world: int
         optimizer.step()
     for name, each in model.named_parameters():
         assert torch.allclose(torch.from_numpy(found[name]), each, rtol=1e-6, atol=1e-8), name
+
+
+class Conjugate(nn.Module):  # type: ignore[misc]
+    """Hands on complex numbers that torch has only marked as conjugated, and parts of them that it has marked as
+    negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
+
+    def forward(self, x: Any) -> Any:
+        turned = torch.complex(self.one(x), x).conj()
+        part = turned.imag
+        return self.two(x) * part + (turned * torch.complex(x, x)).real
+
+
+def _train_conjugate(rank: int) -> dict[str, Any]:
+    model, x = Conjugate(), torch.linspace(1, 3, 4, dtype=torch.float64)[:, None]
+    plan = PlanOptions(costs="counted", stage_of={"one": 0, ":imag": 0, "two": 1})
+    with pipeline(model, x, _distance, targets=x, microbatches=4, schedule="1f1b", plan=plan) as run:
+        run.step(x, x)
+        return {name: each.grad.numpy() for name, each in run.named_parameters()}
+
+
+def test_conjugated_and_negative_numbers_are_sent_as_what_they_are() -> None:
+    found: dict[str, Any] = {}
+    for part in ranks.run(2, _train_conjugate):
+        found |= part
+    model, x = Conjugate(), torch.linspace(1, 3, 4, dtype=torch.float64)[:, None]
+    _distance(model(x), x).backward()
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(torch.from_numpy(found[name]), each.grad)

@@ -153,3 +153,18 @@ def test_what_depends_on_data_is_known_and_what_does_not_is_not() -> None:
     assert look(lambda x, lengths: x * float(lengths.max()), lengths) is False
     # Only one number of words is right, so nothing is known.
     assert look(lambda x, lengths: x.reshape(-1, WIDTH).split(lengths.tolist())[0], torch.tensor([18, 18, 18])) is True
+
+
+def test_a_mask_of_the_places_in_a_text_that_a_module_has_cut_depends_on_data_too() -> None:
+    class Cutting(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.cut, self.layer = Block(lambda x, lengths: x[:, : int(lengths.max())]), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any, lengths: Any) -> Any:
+            y = self.cut(x, lengths)
+            mask = torch.arange(y.shape[1]) < lengths[:, None]
+            return (self.layer(y) * mask[..., None]).sum(1)
+
+    traced = trace_model(Cutting(), (torch.randn(3, WORDS, WIDTH), torch.tensor([3, 2, 6])))
+    assert {"cut", ":lt", "layer"} <= traced.varying

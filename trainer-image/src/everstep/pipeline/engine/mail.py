@@ -95,7 +95,7 @@ class P2PMessenger:
             if tensor is None:
                 tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=self._transport.device)
             tag = Tag(action.value, action.microbatch, action.gradient, part)
-            tensor = tensor.contiguous()
+            tensor = tensor.resolve_conj().resolve_neg().contiguous()  # what is sent is its memory, without such marks
             sent.append((self._transport.send(tensor, to, tag), tensor))
             part += 1
         while len(sent) > _UNDER_WAY:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from everstep.pipeline.frontend.sizes import Sizes, evaluate_size, symbols_of
 
 _SAMPLES = (2, 3)
+# What numbers are beside those of a normal distribution, since a module may choose by their sum or their largest.
+_OTHER_FRACTIONS: tuple[Callable[[Any], Any], ...] = (torch.abs, lambda drawn: -drawn.abs(), lambda drawn: 8 * drawn)
 
 
 class Failed(Exception):
@@ -37,6 +39,7 @@ def infer_outputs(
     shapes = [sizes.shape(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     hints, runs = [sizes.hints(samples) for samples in _SAMPLES], []
     with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)  # all processes find the same, whatever their scripts have drawn
         own = _with_data(module)
         before_all = {name: (each, each._version, each.detach().clone()) for name, each in _named_weights(own)}
         for each in hints:
@@ -59,22 +62,31 @@ def infer_outputs(
                         known.append(varied)
                         break
         rule.learn(leaves, shapes, [hints[0], *known])
-        rule.others = list(_list_other_shapes(own, leaves, spec, shapes, hints[0], one_spec))
-        varies = _depends_on_data(own, leaves, spec, shapes, hints[0], list(map(_get_shape, one)), rule.others)
+        of_whole, of_fractions = _list_other_shapes(own, leaves, spec, shapes, hints[0], one_spec)
+        rule.others = of_whole + of_fractions
+        # One of whole numbers is the first run once more: alone it shows nothing.
+        is_known = bool(of_fractions) and (len(of_whole) > 1 or not _list_counted(leaves))
+        varies = not is_known or any(each != list(map(_get_shape, one)) for each in rule.others)
     result = [_generalise(place, a, b, rule, fake, device) for place, (a, b) in enumerate(zip(one, other, strict=True))]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written, varies
 
 
 def _run_on_random_numbers(
-    module: nn.Module, leaves: list[Any], spec: Any, shapes: list[Any], hints: dict[Any, int]
+    module: nn.Module,
+    leaves: list[Any],
+    spec: Any,
+    shapes: list[Any],
+    hints: dict[Any, int],
+    change: Callable[[Any], Any] = lambda drawn: drawn,
 ) -> tuple[list[Any], list[int], Any]:
-    """Return what the module was given, the versions of that before it ran, and its result."""
+    """Return what the module was given, the versions of that before it ran, and its result. `change` makes of numbers
+    of a normal distribution those that it is given."""
     failed: Exception | None = None
     tried = list_whole_numbers([evaluate_size(size, hints) for size in shape or ()] for shape in shapes)
     for whole in tried if _list_counted(leaves) else tried[:1]:
         try:
-            return _run_with(module, leaves, spec, shapes, hints, whole)
+            return _run_with(module, leaves, spec, shapes, hints, range(whole, whole + 1), change)
         except Failed:
             raise
         except Exception as error:
@@ -83,9 +95,15 @@ def _run_on_random_numbers(
 
 
 def _run_with(
-    module: nn.Module, leaves: list[Any], spec: Any, shapes: list[Any], hints: dict[Any, int], whole: int
+    module: nn.Module,
+    leaves: list[Any],
+    spec: Any,
+    shapes: list[Any],
+    hints: dict[Any, int],
+    whole: range,
+    change: Callable[[Any], Any] = lambda drawn: drawn,
 ) -> tuple[list[Any], list[int], Any]:
-    given = [_make_random_leaf(leaf, shape, hints, whole) for leaf, shape in zip(leaves, shapes, strict=True)]
+    given = [_make_random_leaf(leaf, shape, hints, whole, change) for leaf, shape in zip(leaves, shapes, strict=True)]
     before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
     args, kwargs = pytree.tree_unflatten(given, spec)
     result = module(*args, **kwargs)
@@ -97,37 +115,28 @@ def _run_with(
 
 def _list_other_shapes(
     module: nn.Module, leaves: list[Any], spec: Any, shapes: list[Any], hints: dict[Any, int], structure: Any
-) -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of the result where whole numbers and masks are others, as the lengths of texts."""
-    counted = _list_counted(leaves)
+) -> tuple[list[list[tuple[int, ...]]], list[list[tuple[int, ...]]]]:
+    """The shapes of the result where whole numbers and masks are others, as the lengths of texts, and where numbers
+    with fractions are, as scores."""
     tried = list_whole_numbers([evaluate_size(size, hints) for size in shape or ()] for shape in shapes)
-    # On a processor alone: elsewhere an index that is too large ends all that the process does there.
-    if counted and all(leaf.device.type == "cpu" for leaf in counted):
-        for whole in dict.fromkeys((0, max(tried), 1)):
-            with contextlib.suppress(Exception):
-                found, own = pytree.tree_flatten(_run_with(module, leaves, spec, shapes, hints, whole)[2])
-                if own == structure:
-                    yield list(map(_get_shape, found))
+    # Also such that differ from each other, as of words of which some are the same.
+    whole = (range(1), range(max(tried), max(tried) + 1), range(1, 2), range(2), range(1, max(tried) + 1))
+    of_whole, of_fractions = list[list[tuple[int, ...]]](), list[list[tuple[int, ...]]]()
+    for each in dict.fromkeys(whole) if _can_be_varied(_list_counted(leaves)) else ():
+        with contextlib.suppress(Exception):
+            found, own = pytree.tree_flatten(_run_with(module, leaves, spec, shapes, hints, each)[2])
+            of_whole += [list(map(_get_shape, found))] if own == structure else []
+    for change in _OTHER_FRACTIONS:
+        with contextlib.suppress(Exception):
+            found, own = pytree.tree_flatten(_run_on_random_numbers(module, leaves, spec, shapes, hints, change)[2])
+            of_fractions += [list(map(_get_shape, found))] if own == structure else []
+    return of_whole, of_fractions
 
 
-def _depends_on_data(
-    module: nn.Module,
-    leaves: list[Any],
-    spec: Any,
-    shapes: list[Any],
-    hints: dict[Any, int],
-    first: list[tuple[int, ...]],
-    others: Sequence[list[tuple[int, ...]]],
-) -> bool:
-    """Tell whether the shapes of the result depend on more than those of what is given, or may do so."""
-    if _list_counted(leaves):
-        # One of the others is the first run once more: alone it shows nothing.
-        return len(others) < 2 or any(each != first for each in others)
-    try:
-        again = pytree.tree_leaves(_run_with(module, leaves, spec, shapes, hints, 0)[2])
-    except Exception:
-        return True
-    return list(map(_get_shape, again)) != first
+def _can_be_varied(counted: Collection[torch.Tensor]) -> bool:
+    """Tell whether there are whole numbers, of which some can be tried that may be too large: not on a device, where
+    such an index ends all that the process does there."""
+    return bool(counted) and all(leaf.device.type == "cpu" for leaf in counted)
 
 
 def _list_counted(leaves: Iterable[Any]) -> list[torch.Tensor]:
@@ -181,17 +190,17 @@ def _with_data(module: nn.Module) -> nn.Module:
     return own
 
 
-def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int], whole: int) -> Any:
+def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int], whole: range, change: Callable[[Any], Any]) -> Any:
     if isinstance(leaf, torch.SymInt):
         return int(evaluate_size(leaf.node.expr, hints))
     if not isinstance(leaf, torch.Tensor):
         return leaf
     concrete = [evaluate_size(size, hints) for size in shape]
     if _has_fractions(leaf):
-        made = torch.randn(concrete, dtype=leaf.dtype, device=leaf.device)
+        made = change(torch.randn(concrete, dtype=leaf.dtype, device=leaf.device)).to(leaf.dtype)
         # Not a leaf, as no value is: the module may change it in place.
         return made.requires_grad_().clone() if leaf.requires_grad else made
-    return torch.full(concrete, whole, dtype=leaf.dtype, device=leaf.device)
+    return torch.randint(whole.start, whole.stop, concrete, device=leaf.device).to(leaf.dtype)
 
 
 def _vary_sizes(
@@ -232,7 +241,7 @@ class _SizeRule:
     Attributes:
         sizes: The symbols of the trace.
         varied: The shapes of the result in such runs.
-        others: Those in runs with other whole numbers.
+        others: Those in runs with other numbers.
     """
 
     sizes: Sizes
@@ -256,11 +265,13 @@ class _SizeRule:
         per_sample = large - small
         rest = small - _SAMPLES[0] * per_sample
         sizes = (small, *(shapes[place][dim] for shapes in self.varied))
+        found = {small, *(shapes[place][dim] for shapes in self.others if len(shapes[place]) > dim)}
+        if len(found) > 1 and self.sizes.guesses:
+            # No size that was given is as large, or what depends on it would be taken for what depends on that.
+            return self.sizes.made_symbol(max(max(found) - 1, 2), is_guessed=True)
+        if len(found) > 1:
+            return self.sizes.made_symbol(max(small, 2))
         if not per_sample:
-            found = {small, *(shapes[place][dim] for shapes in self.others if len(shapes[place]) > dim)}
-            if len(found) > 1 and self.sizes.guesses:
-                # No size that was given is as large, or what depends on it would be taken for what depends on that.
-                return self.sizes.made_symbol(max(max(found) - 1, 2), is_guessed=True)
             if len(set(sizes)) > 1 and sizes not in self._symbols and (small > 1 or self.sizes.guesses):
                 # A tensor that has a dimension of size 1 has none that may change.
                 return self.sizes.made_symbol(max(small, 2), is_guessed=small < 2)

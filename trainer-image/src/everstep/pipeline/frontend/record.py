@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.attributes import AttributeRead, Key, Reader
 from everstep.pipeline.frontend.refs import Template, ValueRef, iterate_references
-from everstep.pipeline.frontend.sizes import Shape, Sizes
+from everstep.pipeline.frontend.sizes import Shape, Sizes, symbols_of
 
 SizePlace = tuple[str, tuple[Any, ...], int]  # an argument, the path to a tensor in it, and a dimension of that
 
@@ -174,13 +174,22 @@ class ForwardRecord:
     modes: dict[Reader, AttributeRead] = field(default_factory=dict)  # training flags that others' code reads
 
     def find_varying(self) -> set[int]:
-        """Return the values whose shapes may depend on data: what such a call gives, and all that is made of that."""
-        found = set[int]()
+        """Return the values whose shapes may depend on data: what such a call gives, and all that is made of that, or
+        of its sizes alone, as a mask of the places in a text."""
+        found, sizes = set[int](), set[Any]()
         for part in iterate_parts(self.root):
+            made = set(iterate_made_values(part))
             given = (ref.index for ref in iterate_references(part.inputs) if isinstance(ref, ValueRef))
             if (isinstance(part, Call) and part.varies) or not found.isdisjoint(given):
-                found.update(iterate_made_values(part))
+                found |= made
+                sizes |= self._find_made_sizes(made)
+            else:
+                found.update(index for index in made if not sizes.isdisjoint(self._find_made_sizes([index])))
         return found
+
+    def _find_made_sizes(self, values: Iterable[int]) -> set[Any]:
+        """Return the sizes of these values that only modules know."""
+        return symbols_of(size for index in values for size in self.values[index].shape).intersection(self.sizes.made)
 
     def iterate_conditions(self) -> Iterator[Any]:
         """All that the code of modules had to assume of sizes."""
