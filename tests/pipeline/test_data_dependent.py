@@ -164,7 +164,9 @@ class Dividing(Net):
 
 
 class Pooling(nn.Module):  # type: ignore[misc]
-    step, dtype = 1, torch.float32
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.dtype = 1, torch.float32
 
     def forward(self, x: Any) -> Any:
         return x[:, :: self.step].to(self.dtype)
