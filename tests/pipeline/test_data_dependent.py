@@ -175,7 +175,8 @@ class Pooling(nn.Module):  # type: ignore[misc]
 def test_another_size_than_in_the_trace_is_refused_where_code_around_computes_with_it() -> None:
     by_data, pooling = Block(lambda x: x[:, :2] if x.max() > 9 else x * 1), Pooling()
     words = {"x": torch.ones(3, 5, 4)}
-    for between, change in ((by_data, lambda: None), (pooling, lambda: setattr(pooling, "step", 2))):
+    changes: list[tuple[Any, Any]] = [(by_data, lambda: None), (pooling, lambda: setattr(pooling, "step", 2))]
+    for between, change in changes:
         model = Dividing(between)
         with torch.no_grad():
             model.one.weight.fill_(1.0)

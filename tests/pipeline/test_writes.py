@@ -203,6 +203,8 @@ def test_a_conversion_that_changes_nothing_writes_nothing_and_the_layer_learns()
 class Tracking(nn.Module):  # type: ignore[misc]
     """Writes its mean for long texts, for large numbers, or when a script says so, in place or not."""
 
+    mean: Any
+
     def __init__(self, when: str, *, is_in_place: bool) -> None:
         super().__init__()
         self.when, self.is_in_place, self.is_asked = when, is_in_place, False
