@@ -211,7 +211,7 @@ class Tracking(nn.Module):  # type: ignore[misc]
         self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: Any) -> Any:
-        wanted = {
+        wanted: dict[str, Any] = {
             "long": lambda: x.shape[1] > 6,
             "large": lambda: bool(x.detach().abs().max() > 9),
             "asked": lambda: self.is_asked,
