@@ -186,6 +186,29 @@ def test_a_forward_that_counts_its_calls_is_refused_and_one_that_keeps_a_table_i
     assert not trace_model(nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(4)), X).attributes  # they run as they are
 
 
+class CountingOnce(nn.Module):  # type: ignore[misc]
+    """Does something else from some call on, and keeps something of the last call beside the count."""
+
+    def __init__(self, step: int, *, keeps: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.step, self.count, self.keeps, self.last = step, 5, keeps, None
+
+    def forward(self, x: Any) -> Any:
+        x = self.one(x)
+        if self.keeps:
+            self.last = x.detach()
+        self.count += self.step
+        return self.two(x * 2 if self.count < 0 or self.count > 20 else x)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_count_is_seen_beside_what_a_module_keeps_and_where_it_falls_below_zero(step: int, keeps: bool) -> None:
+    with pytest.raises(PipelineError, match="changes its own attribute 'count'"):
+        trace_model(CountingOnce(step, keeps=keeps), torch.ones(2, 4))
+
+
 class Flagging(nn.Module):  # type: ignore[misc]
     """Finds something in the data, and leaves it in an attribute for the code around it."""
 

@@ -153,3 +153,45 @@ def test_a_module_that_gives_a_shape_runs_as_it_is() -> None:
     for samples in (3, 5):
         x = torch.randn(samples, 4)
         assert torch.equal(run_stages(stages, {"x": x}), model(x))
+
+
+class Dividing(Net):
+    """Its own code computes with a size that a module's result has."""
+
+    def forward(self, x: Any) -> Any:
+        x = self.between(self.one(x))
+        return self.two(x / x.shape[1])
+
+
+class Pooling(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.dtype = 1, torch.float32
+
+    def forward(self, x: Any) -> Any:
+        return x[:, :: self.step].to(self.dtype)
+
+
+def test_another_size_than_in_the_trace_is_refused_where_code_around_computes_with_it() -> None:
+    by_data, pooling = Block(lambda x: x[:, :2] if x.max() > 9 else x * 1), Pooling()
+    words = {"x": torch.ones(3, 5, 4)}
+    changes: list[tuple[Any, Any]] = [(by_data, lambda: None), (pooling, lambda: setattr(pooling, "step", 2))]
+    for between, change in changes:
+        model = Dividing(between)
+        with torch.no_grad():
+            model.one.weight.fill_(1.0)
+        for place in ({"two": 1}, {"between": 1}):
+            stages = split_model(trace_model(model, words), place)
+            torch.testing.assert_close(run_stages(stages, words), model(**words))
+            change()
+            with pytest.raises(PipelineError, match="module 'between' returned a tensor whose dimension 1 is"):
+                run_stages(stages, {"x": 100 * words["x"]})
+            pooling.step = 1
+
+
+def test_a_module_whose_attribute_changes_the_type_of_its_result_is_refused_when_it_does() -> None:
+    model = Net(pooling := Pooling())
+    stages = split_model(trace_model(model, X), {"two": 1})
+    pooling.dtype = torch.float64
+    with pytest.raises(PipelineError, match=r"module 'between' returned a tensor of torch\.float64"):
+        run_stages(stages, X)

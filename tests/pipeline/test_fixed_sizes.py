@@ -320,3 +320,39 @@ def test_a_length_that_equals_the_features_by_chance_may_be_another() -> None:
 
     found = trace_model(Model(), torch.ones(4, 8, 8)).sizes
     assert [place for place, _ in found.numbers] == [("x", (), 2)]
+
+
+def repeat_rows(x: Any) -> Any:
+    return x * int(x.shape[1])
+
+
+@pytest.mark.parametrize("length", [5, 8])
+@pytest.mark.parametrize(
+    ("code", "behind"),
+    [
+        (lambda x: x * (2 if int(x.shape[1]) > 4 else 1), None),
+        (lambda x: x * (1 + int(x.shape[1]) % 2), None),
+        (lambda x: x * (2 if len(x[0]) > 4 else 1), None),
+        (repeat_rows, lambda x: x * (2 if x.shape[1] > 4 else 1)),
+        (repeat_rows, lambda x: x * (1 + x.shape[1] % 2)),
+        (repeat_rows, lambda x: x[:, :4] / x[:, :4].shape[1]),
+    ],
+)
+def test_a_choice_by_a_number_made_of_a_size_is_seen_where_twice_the_size_chooses_alike(
+    code: Code, behind: Code | None, length: int
+) -> None:
+    class Choosing(Model):
+        def forward(self, x: Any, mask: Any = None) -> Any:
+            x = self.one(x)
+            return self.two(self.code(x) if behind is None else behind(self.middle(x)))
+
+    model = Choosing(code)
+    found = trace_model(model, made(length))
+    stages = split_model(found, {"two": 1})
+    for other in (length, 3, 7, 12):
+        try:
+            found.sizes.check({"x": made(other)})
+        except PipelineError:
+            assert other != length
+        else:
+            torch.testing.assert_close(run_stages(stages, {"x": made(other)}), model(made(other)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,48 @@ class Kind(enum.Enum):
 class Config:
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
+
+
+class Slotted:
+    __slots__ = ("act",)
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+
+class OfItsClass:
+    act = torch.tanh
+
+    def scale(self, x: Any) -> Any:
+        return x * 2
+
+
+class Halved:
+    """A value that another one stands for in the object, under its own name."""
+
+    def __get__(self, held: Any, kind: Any = None) -> Any:
+        return vars(held)["scale"] / 2
+
+    def __set__(self, held: Any, value: float) -> None:
+        vars(held)["scale"] = value
+
+
+class HalvedConfig(Config):
+    scale = Halved()
+
+
+class Items(dict[str, Any]):
+    """A dictionary that has attributes beside its items."""
+
+
+class Annealer:
+    factor = 1.0
+
+    def value(self) -> float:
+        return self.factor
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor
 
 
 class Answering(type):
@@ -98,6 +141,55 @@ def test_what_an_object_holds_is_part_of_the_trace() -> None:
         change(model.config)
         with pytest.raises(PipelineError, match="has another attribute"):
             fixed.check()
+
+
+def hold_deep(config: Any, times: int) -> Any:
+    return Config(a=hold_deep(config, times - 1)) if times else config
+
+
+def find_deep(config: Any) -> Any:
+    return find_deep(config.a) if "a" in vars(config) else config
+
+
+def annealed() -> Annealer:
+    return Annealer()
+
+
+def test_objects_of_any_kind_and_what_calls_them_are_part_of_the_trace() -> None:
+    hidden, annealer, items = torch.nn.GELU(), annealed(), Items()
+    items.scale = 1.0  # type: ignore[attr-defined]
+    cases: list[tuple[Code, Any, Callable[[Any], object]]] = [
+        (lambda model, x: model.config.act(x), Slotted(torch.tanh), lambda c: setattr(c, "act", torch.sigmoid)),
+        (lambda model, x: model.config.act(x), OfItsClass(), lambda c: setattr(c, "act", torch.sigmoid)),
+        (lambda model, x: model.config.scale(x), OfItsClass(), lambda c: setattr(c, "scale", lambda x: x * 3)),
+        (lambda model, x: x * model.config.scale, HalvedConfig(scale=1.0), lambda c: setattr(c, "scale", 2.0)),
+        (lambda model, x: x * model.config.scale, items, lambda c: setattr(c, "scale", 2.0)),
+        (lambda model, x: x * model.config[3].b, {3: Config(b=1.0)}, lambda c: setattr(c[3], "b", 2.0)),
+        (lambda model, x: x * model.config["items"].b, {"items": Config(b=1.0)}, lambda c: setattr(c["items"], "b", 2)),
+        (lambda model, x: x * next(iter(model.config)).b, {Config(b=1.0)}, lambda c: setattr(next(iter(c)), "b", 2.0)),
+        (
+            lambda model, x: x * find_deep(model.config).b,
+            hold_deep(Config(b=1.0), 9),
+            lambda c: setattr(find_deep(c), "b", 2.0),
+        ),
+        (lambda model, x: x * model.config(), annealer.value, lambda c: setattr(annealer, "factor", 2.0)),
+        (lambda model, x: model.config(x), partial(annealer), lambda c: setattr(annealer, "factor", 3.0)),
+        (lambda model, x: model.config[0](x), [hidden], lambda c: setattr(hidden, "approximate", "tanh")),
+    ]
+    for code, config, change in cases:
+        model, fixed = trace(code, config)
+        change(model.config)
+        with pytest.raises(PipelineError, match="has another attribute"):
+            fixed.check()
+
+
+def test_what_a_forward_keeps_in_slots_is_that_of_real_calls() -> None:
+    def code(model: Any, x: Any) -> Any:
+        model.config.act = x * 2
+        return model.config.act
+
+    model, _ = trace(code, Slotted(None))
+    assert model.config.act is None
 
 
 def test_what_a_forward_writes_into_an_object_is_none_of_the_script() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -111,6 +112,58 @@ def test_an_object_without_tensors_is_part_of_the_trace() -> None:
     arguments.check(arguments.name({**given, "setting": Setting(2)}))
     with pytest.raises(PipelineError, match="'setting' is another Setting than in the example"):
         arguments.check(arguments.name({**given, "setting": Setting(3)}))
+
+
+@dataclasses.dataclass
+class Chosen:
+    power: int
+
+
+class Choosing(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Any, setting: Any = None, **more: Any) -> Any:
+        return self.layer(x * setting.power * more.get("scale", 1.0))
+
+
+@pytest.mark.parametrize("setting", [Chosen(2), SimpleNamespace(power=2)])
+def test_an_object_among_the_arguments_that_a_script_changes_in_place_is_seen(setting: Any) -> None:
+    model = Choosing()
+    arguments, given = Arguments(model), {"x": torch.ones(3, 4), "setting": setting}
+    found = trace_model(model, given)
+    arguments.traced_with(arguments.name(given), read=found.given)
+    arguments.check(given)
+    setting.power = 3
+    with pytest.raises(PipelineError, match="argument 'setting' is another"):
+        arguments.check(given)
+
+
+def test_a_set_among_the_arguments_that_a_script_changes_in_place_is_seen() -> None:
+    arguments, names = Arguments(Model()), {"one"}
+    arguments.traced_with({"x": torch.ones(3, 4), "setting": names})
+    arguments.check({"x": torch.ones(3, 4), "setting": {"one"}})
+    names.add("two")
+    with pytest.raises(PipelineError, match="'setting' is another set"):
+        arguments.check({"x": torch.ones(3, 4), "setting": names})
+
+
+def test_a_number_that_is_left_out_later_is_seen_by_the_process_with_the_first_stage() -> None:
+    arguments, x = Arguments(Choosing()), torch.ones(3, 4)
+    arguments.traced_with({"x": x, "scale": 2.0})
+    arguments.check({"x": x})  # another process, which may not read it
+    for given in ({"x": x}, {"x": x, "scale": None}):
+        with pytest.raises(PipelineError, match=r"'scale' is None or not there, and was 2\.0"):
+            arguments.check(given, is_first=True)
+
+
+def test_two_tensors_of_one_argument_in_the_same_memory_are_refused_where_forward_changes_one() -> None:
+    arguments, x = Arguments(Model()), torch.ones(3, 4)
+    arguments.traced_with({"x": x, "extra": [x, x + 1]}, changed=["extra"])
+    arguments.check({"x": x, "extra": [x + 1, x + 2]})
+    with pytest.raises(PipelineError, match="'extra' in place, and another one in it is in the same memory"):
+        arguments.check({"x": x, "extra": [x[:, :3], x[:, 2:]]})
 
 
 def test_a_dictionary_that_has_any_attribute_is_part_of_the_trace() -> None:

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.engine.batchnorm import RunningStatistics  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend.check import compare_gradients  # noqa: E402
+from everstep.pipeline.frontend.check import compare_gradients, run_stages  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.frontend.writes import find_writes, refuse_reads_of_statistics, refuse_writes  # noqa: E402
@@ -198,3 +198,41 @@ def test_a_conversion_that_changes_nothing_writes_nothing_and_the_layer_learns()
     refuse_writes(traced.record, 4)
     stages = split_model(traced, {"layer": 1, "two": 1})
     assert compare_gradients(model, stages, {"x": X}, lambda output: output.square().sum()) < 1e-6
+
+
+class Tracking(nn.Module):  # type: ignore[misc]
+    """Writes its mean for long texts, for large numbers, or when a script says so, in place or not."""
+
+    mean: Any
+
+    def __init__(self, when: str, *, is_in_place: bool) -> None:
+        super().__init__()
+        self.when, self.is_in_place, self.is_asked = when, is_in_place, False
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        wanted: dict[str, Any] = {
+            "long": lambda: x.shape[1] > 6,
+            "large": lambda: bool(x.detach().abs().max() > 9),
+            "asked": lambda: self.is_asked,
+        }
+        if wanted[self.when]():
+            mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+            if self.is_in_place:
+                self.mean.copy_(mean)
+            else:
+                self.mean = mean
+        return x - self.mean
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize("when", ["long", "large", "asked"])
+def test_a_buffer_that_is_written_later_only_is_refused_then(when: str, is_in_place: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), tracking := Tracking(when, is_in_place=is_in_place), nn.Linear(4, 4))
+    stages = split_model(trace_model(model, torch.ones(2, 3, 4)), {"2": 1})
+    for stage in stages:
+        stage.refuse_late_writes()
+    run_stages(stages, {"input": torch.ones(2, 5, 4)})
+    tracking.is_asked = True
+    with pytest.raises(PipelineError, match="module '1' has written its 'mean', and did not"):
+        run_stages(stages, {"input": torch.full((2, 7, 4), 1e3)})

@@ -56,7 +56,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     if isinstance(found, Traced):
         given = found.record.given
         changed = {given[each] for part in iterate_parts(found.record.root) for each in part.mutates if each in given}
-        terms.arguments.traced_with(terms.example, changed, found.record.laid_out)
+        terms.arguments.traced_with(terms.example, changed, found.record.laid_out, found.given)
         found.record.constants[:] = [each.to(position.device) for each in found.record.constants]
     options = replace(terms.request.engine, dynamic=terms.request.engine.dynamic | found.varying)
     engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, options)

@@ -262,7 +262,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             try:
                 whole = self._arguments.name(batch)
                 if self.reads.inputs:
-                    self._arguments.check(whole, self.reads.inputs)
+                    self._arguments.check(whole, self.reads.inputs, is_first=0 in self._stages)
                     self._sizes.check(whole)
                 # What others read shows whether they were given the same samples.
                 named = {

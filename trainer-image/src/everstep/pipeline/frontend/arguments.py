@@ -7,12 +7,14 @@ import inspect
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.attributes import held_copy, is_as_it_was, is_plain
 from everstep.pipeline.frontend.record import Untraceable
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
@@ -38,6 +40,24 @@ class _TensorKind:
         return f"a tensor of {self.dtype} with {self.dims} dimension{'s' * (self.dims != 1)}{layout}"
 
 
+@dataclass(frozen=True)
+class _PlainKind:
+    """A copy of a container of plain values that pytree does not look into, as a set, which may be changed in place."""
+
+    kind: type
+    copy: Any
+
+    def fits(self, given: Any) -> bool:
+        return type(given) is self.kind and bool(held_copy(given) == self.copy)
+
+
+def _keep_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _TensorKind.of(leaf)
+    is_copied = not isinstance(leaf, _PLAIN) and (is_plain(leaf) or isinstance(leaf, SimpleNamespace))
+    return _PlainKind(type(leaf), held_copy(leaf)) if is_copied else leaf
+
+
 class Arguments:
     """The arguments of one module. An example or a batch is a tensor, a tuple of positional arguments, or a mapping by
     names."""
@@ -46,6 +66,7 @@ class Arguments:
         self._traced: dict[str, Any] | None = None
         self._changed: frozenset[str] = frozenset()
         self._laid_out: frozenset[str] = frozenset()
+        self._read: Mapping[str, Any] = {}
         self._signature = inspect.signature(module.forward)
         kinds = {each.kind: name for name, each in self._signature.parameters.items()}
         self._rest = kinds.get(inspect.Parameter.VAR_KEYWORD)
@@ -117,21 +138,23 @@ class Arguments:
                     )
 
     def traced_with(
-        self, named: Mapping[str, Any], changed: Collection[str] = (), laid_out: Collection[str] = ()
+        self,
+        named: Mapping[str, Any],
+        changed: Collection[str] = (),
+        laid_out: Collection[str] = (),
+        read: Mapping[str, Any] | None = None,
     ) -> None:
         """Let `check` compare with these arguments from here on; `changed`: those that the forward changes in place;
-        `laid_out`: those of which its code asks how they lie in memory."""
-        self._changed, self._laid_out = frozenset(changed), frozenset(laid_out)
-        self._traced = {
-            name: pytree.tree_map(lambda leaf: _TensorKind.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
-            for name, value in named.items()
-        }
+        `laid_out`: those of which its code asks how they lie in memory; `read`: what it reads of objects in them, by
+        the names that lead there."""
+        self._changed, self._laid_out, self._read = frozenset(changed), frozenset(laid_out), dict(read or {})
+        self._traced = {name: pytree.tree_map(_keep_leaf, value) for name, value in named.items()}
 
-    def check(self, named: Mapping[str, Any], needed: Collection[str] = ()) -> None:
+    def check(self, named: Mapping[str, Any], needed: Collection[str] = (), *, is_first: bool = False) -> None:
         """PipelineError if the trace says nothing of a call with these, because what is no tensor is part of a trace:
         for another number, text, choice or object, for a tensor where there was none, or of another type or number of
-        dimensions, and for keywords in another order. What is None is looked at only in `needed`, what this process
-        reads."""
+        dimensions, and for keywords in another order. What is None, or not there, is looked at only in `needed`, what
+        this process reads, and where there was no tensor by the process with the first stage (`is_first`)."""
         if self._traced is None:
             return
         for name in needed:
@@ -150,6 +173,11 @@ class Arguments:
             parameter = self._signature.parameters.get(name)
             default = parameter.default if parameter is not None else None
             given = named.get(name, None if isinstance(known, _TensorKind) else default)
+            if is_first and given is None and _has_no_tensor(known):
+                raise PipelineError(
+                    f"the argument {name!r} is None or not there, and was {known!r:.80} in the example that the model "
+                    "was traced with: make a pipeline for each choice"
+                )
             if (
                 given is not None
                 and given is not inspect.Parameter.empty
@@ -159,6 +187,14 @@ class Arguments:
                     f"the argument {name!r} {why}, with which the model was traced: only the numbers and the sizes of "
                     "tensors may change; give a number as a tensor, torch.tensor(0.5), convert tensors to the type of "
                     "the example's, and make a pipeline for each other choice"
+                )
+        for path, value in self._read.items():
+            name, _, part = path.partition(".")
+            if named.get(name) is not None and not is_as_it_was(named, path, value):
+                raise PipelineError(
+                    f"{part!r} of the argument {name!r} is another than in the example, where it was {value!r:.80}: "
+                    "the stages have what forward reads of objects as it was then: give it as an argument of its own "
+                    "that is a tensor, or call pipeline() again"
                 )
         self.refuse_other_layout(named, self._laid_out)
         self._check_order(named)
@@ -190,6 +226,13 @@ class Arguments:
             return
         spans = {name: [_get_span(each) for each in _list_tensors(named.get(name))] for name in named}
         for name in sorted(self._changed & spans.keys()):
+            own = spans[name]
+            if any(_do_overlap(one, two) for at, one in enumerate(own) for two in own[at + 1 :]):
+                raise PipelineError(
+                    f"forward changes a tensor in its argument {name!r} in place, and another one in it is in the same "
+                    "memory: in one process it would change too, in a pipeline each stage has its own: give a copy "
+                    "(clone()), or let forward change nothing of its arguments"
+                )
             for other in spans.keys() - {name}:
                 if any(_do_overlap(one, two) for one in spans[name] for two in spans[other]):
                     raise PipelineError(
@@ -214,6 +257,11 @@ class Arguments:
         bound = inspect.BoundArguments(self._signature, own)
         rest = {name: value for name, value in named.items() if name not in self._signature.parameters}
         return module(*bound.args, **bound.kwargs, **rest)
+
+
+def _has_no_tensor(known: Any) -> bool:
+    """Tell whether something is not None and holds no tensor."""
+    return known is not None and not any(isinstance(leaf, _TensorKind) for leaf in pytree.tree_leaves(known))
 
 
 def _list_tensors(value: Any) -> list[torch.Tensor]:
@@ -256,7 +304,9 @@ def _describe_difference(known: Any, given: Any) -> str | None:
             return f"is {kind} now, and was {old} in the example"
         if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new and not (old != old and new != new):
             return f"is {new!r} now, and was {old!r} in the example"
-        if not isinstance(new, torch.Tensor) and not _are_equal(old, new):
+        if not isinstance(new, torch.Tensor) and not (
+            old.fits(new) if isinstance(old, _PlainKind) else _are_equal(old, new)
+        ):
             return f"is another {type(new).__name__} than in the example"
     return None
 

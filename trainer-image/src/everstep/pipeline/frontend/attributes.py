@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.held_objects import HeldObjects, Mark, iterate_items, of_class
+from everstep.pipeline.frontend.held_objects import CONTAINERS, HeldObjects, Mark, iterate_items, of_class, state_of
 
 Key = tuple[str, str]  # the path of a module, and the name of its attribute
 Reader = tuple[str, str]  # the path of a module whose code reads the training flag of another, and that one's
@@ -74,8 +74,9 @@ class AttributeReads:
 
     `found`: those that it leaves as they are, plain ones and `objects`. `changed`: plain ones that it changes, with the
     values before and after, where nothing says that they are about something that the module keeps, as a table with a
-    flag that it is there. `left`: all attributes, plain ones or not, read or not, that hold something else after it.
-    `modes`: the training flags of other modules than the one whose code reads them, with its own.
+    flag that it is there; `unsure`: those where something does. `left`: all attributes, plain ones or not, read or not,
+    that hold something else after it. `modes`: the training flags of other modules than the one whose code reads them,
+    with its own. `given`: what is read of objects among the arguments.
     """
 
     def __init__(self, model: nn.Module, is_busy: Callable[[], bool] = lambda: False) -> None:
@@ -85,12 +86,32 @@ class AttributeReads:
         self.found: dict[Key, AttributeRead] = {}
         self.objects: dict[Key, AttributeRead] = {}
         self.changed: dict[Key, tuple[Any, Any]] = {}
+        self.unsure: dict[Key, tuple[Any, Any]] = {}
         self.left: set[Key] = set()
         self.modes: dict[Reader, AttributeRead] = {}
+        self.given: dict[str, AttributeRead] = {}
+        self._given: Mapping[str, Any] = {}
+
+    def watch_arguments(self, given: Mapping[str, Any], stack: Sequence[Any]) -> None:
+        """Listen to what is read of objects among the arguments of the model; it goes to `given`.
+
+        Args:
+            given: The arguments by name.
+            stack: The calls that are under way, now and later.
+        """
+        self._given = given
+        for name, value in given.items():
+            self.held_objects.watch(value, name, partial(self._note_given, stack))
+
+    def _note_given(self, stack: Sequence[Any], name: str, value: Any, is_own: bool) -> None:
+        if value is _ABSENT or is_own or plain_copy(value) is not _NOT_PLAIN:
+            read = self.given.setdefault(name, AttributeRead(value if value is _ABSENT else held_copy(value)))
+            read.during.add(tuple(call.name for call in stack))
 
     def note(self, module: nn.Module, name: str, value: Any, stack: Sequence[Any]) -> None:
         """Note that an attribute was read while these calls were under way, unless this forward has written it."""
         if id(module) not in self._modules:
+            self.held_objects.hear(module, name, value)
             return
         path, _, before = self._modules[id(module)]
         if name == "training" and stack[-1].path != path:
@@ -105,9 +126,10 @@ class AttributeReads:
                 held = of_class(type(module), name)
             plain = plain_copy(held) if isinstance(value, _PLAIN) else _NOT_PLAIN
             if plain is not _NOT_PLAIN:
-                if plain != plain_copy(value):
+                if held is not value and plain != plain_copy(value):  # what is no number is not equal to itself
                     return
                 self.found[key] = AttributeRead(plain)
+                self.held_objects.watch(held, name, partial(self._note_part, path, stack))
             elif held is value:
                 self.objects[key] = AttributeRead(held_copy(held))
                 self.held_objects.watch(held, name, partial(self._note_part, path, stack))
@@ -154,13 +176,13 @@ class AttributeReads:
                 if not _is_of_every_module(name, now)
             )
             for name, value in after.items():
-                if value is _NOT_PLAIN or value != mine[name]:
+                if value is _NOT_PLAIN or (value is not mine[name] and value != mine[name]):
                     del self.found[path, name]
-                    if not keeps:
-                        self.changed[path, name] = mine[name], value
+                    (self.unsure if keeps else self.changed)[path, name] = mine[name], value
         for key, read in self.objects.items():
-            if key not in self.left and _is_as_it_was(modules[key[0]], key[1], read.value):
+            if key not in self.left and is_as_it_was(modules[key[0]], key[1], read.value):
                 self.found[key] = read
+        self.given = {name: read for name, read in self.given.items() if is_as_it_was(self._given, name, read.value)}
 
 
 class FixedAttributes:
@@ -189,7 +211,7 @@ class FixedAttributes:
             PipelineError: If one is another, with its module, and with both values.
         """
         for path, name, module, value in self._held:
-            if not _is_as_it_was(module, name, value):
+            if not is_as_it_was(module, name, value):
                 raise _make_changed_error(path, name, module, value, _get(module, name))
         for path, name, module, value in self._stand_ins:
             now = vars(module).get(name, _ABSENT)
@@ -236,22 +258,31 @@ def held_copy(value: Any, around: frozenset[int] = frozenset()) -> Any:
     return _HeldObject(value.copy() if _is_array(value) and value.size <= _MANY else value)
 
 
-def _is_as_it_was(module: nn.Module, name: str, value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Tell whether it is a number, a text, or a container of them."""
+    return plain_copy(value) is not _NOT_PLAIN
+
+
+def is_as_it_was(module: Any, name: str, value: Any) -> bool:
+    """Tell whether what a name leads to, from a module or a dictionary on, is what `held_copy` has given, or a mark."""
     if value is _OF_CLASS:
-        return name not in vars(module)
+        around, _, last = name.rpartition(".")
+        return last not in state_of(_get(module, around) if around else module)
     if value is _ABSENT and "." not in name:
         return not _has(module, name)
     now = _get(module, name)
     return now is value or bool(held_copy(now) == value)
 
 
-def _get(module: nn.Module, name: str) -> Any:
+def _get(module: Any, name: str) -> Any:
     """Return an attribute, or one of an object that it holds, by names with dots between them."""
     found: Any = module
     for each in name.split("."):
-        if isinstance(found, list | tuple | dict) and not hasattr(found, each):
-            found = next((item for key, item in iterate_items(found) if str(key) == each), _ABSENT)
-            continue
+        if isinstance(found, CONTAINERS):
+            item = next((item for key, item in iterate_items(found) if key == each), _ABSENT)
+            if item is not _ABSENT:
+                found = item
+                continue
         try:
             found = getattr(found, each, _ABSENT)
         except Exception:  # of a property that has a value in a forward only, say

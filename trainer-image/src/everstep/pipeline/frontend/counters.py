@@ -16,7 +16,7 @@ from everstep.pipeline.frontend.attributes import Key
 from everstep.pipeline.frontend.record import ForwardRecord
 from everstep.pipeline.frontend.sizes import Sizes, is_broken, symbols_of
 
-_NEAR, _LARGEST = 1_000, 1 << 30
+_NEAR, _LARGEST, _OFFSET = 1_000, 1 << 30, 1 << 20
 _MANY = 8  # conditions that are tried
 
 RecordWith = Callable[[Mapping[Key, Any], Sizes], ForwardRecord]
@@ -59,8 +59,9 @@ def _list_candidates(
             if isinstance(now, float):  # as a temperature that falls, which no symbol stands for
                 found += [(key, place, now * factor) for factor in (0.0, 1 / _LARGEST, float(_LARGEST))]
                 continue
-            made = sizes.symbol(now)
+            made = sizes.symbol(now + _OFFSET)  # a symbol is no negative number, which a count may become
             symbols[made.node.expr] = key, place
+            made = made - _OFFSET
             replaced[key] = _replace(replaced[key], place, made)
     if not symbols:
         return found
@@ -69,8 +70,8 @@ def _list_candidates(
     asked = [each for each in record.iterate_conditions() if not symbols_of([each]).isdisjoint(symbols)]
     for condition in list(dict.fromkeys(asked))[:_MANY]:
         for symbol in sorted(symbols_of([condition]) & symbols.keys(), key=str):
-            for count in _iterate_near(hints[symbol]):
-                if is_broken(condition, {**hints, symbol: count}):
+            for count in _iterate_near(hints[symbol] - _OFFSET):
+                if is_broken(condition, {**hints, symbol: count + _OFFSET}):
                     found.append((*symbols[symbol], count))
                     break
     return found
@@ -94,7 +95,7 @@ def _replace(value: Any, place: int, leaf: Any) -> Any:
 def _iterate_near(count: int) -> Iterator[int]:
     """Yield counts to try, those next to this one first."""
     yield from range(count + 1, count + _NEAR)
-    yield from range(count - 1, -1, -1)
+    yield from range(count - 1, -_NEAR, -1)
     further = count + _NEAR
     while further <= _LARGEST:
         yield further

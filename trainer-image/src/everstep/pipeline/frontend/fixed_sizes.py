@@ -13,7 +13,8 @@ import torch
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.record import ForwardRecord, SizePlace
-from everstep.pipeline.frontend.sizes import is_broken
+from everstep.pipeline.frontend.refs import Size, iterate_references
+from everstep.pipeline.frontend.sizes import is_broken, symbols_of
 
 _INSTEAD = (
     "pad all batches to the example's sizes, compute with x.shape[1] itself instead of int(), float(), len(), math or "
@@ -99,6 +100,26 @@ def find_fixed_sizes(record: ForwardRecord) -> FixedSizes:
         elif found != symbol and found in record.symbols:
             pairs.append((place, record.symbols[found]))
     return FixedSizes(tuple(numbers), tuple(pairs))
+
+
+def are_free(record: ForwardRecord, opened: Collection[str], places: Collection[SizePlace]) -> bool:
+    """Tell whether the code that a cut may open asks and computes nothing of the sizes in these places.
+
+    Args:
+        record: Of the model, in which no module that takes these sizes for numbers is looked into: else they would be
+            numbers behind it, of which nobody sees what code asks.
+        opened: The paths of the modules whose code a cut may open.
+        places: The places.
+    """
+    symbols = {symbol for symbol, place in record.symbols.items() if place in places}
+    if any(record.sizes.simplify(symbol) != symbol for symbol in symbols):
+        return False
+    calls = [call for call in record.root.all_calls() if call.path in opened]
+    asked = [*record.sizes.assumed, *(condition for call in calls for condition in call.conditions)]
+    items = [item for call in calls for item in (call, *call.body)]
+    taken = [ref for item in items for ref in (*iterate_references(item.inputs), *iterate_references(item.outputs))]
+    sizes = [record.sizes.simplify(ref.expr) for ref in taken if isinstance(ref, Size)]
+    return symbols.isdisjoint(symbols_of([*asked, *sizes]))
 
 
 def group_places(record: ForwardRecord, arguments: Mapping[str, Any], number: int) -> list[list[SizePlace]]:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import enum
 import numbers
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import is_not
+from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 _CHANGEABLE = 1 << 9  # of a class, Py_TPFLAGS_HEAPTYPE: it is made by Python
-_NOT_OURS = ("torch", "logging", "threading", "weakref", "collections", "numpy")
-_DEEP = 4  # objects in one another
+_NOT_OURS = ("torch", "logging", "threading", "weakref", "numpy")
+_DEEP = 20  # objects in one another
 _MANY = 1_000  # objects in a container
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - {"training", "forward"}
 
 # Of the names from the module on, with dots between them; the value; and whether the object holds it itself.
 Note = Callable[[str, Any, bool], None]
@@ -44,6 +48,7 @@ class HeldObjects:
     def __init__(self, is_busy: Callable[[], bool]) -> None:
         self._is_busy = is_busy
         self._known: dict[int, tuple[Any, dict[str, Any], str, Note]] = {}
+        self._containers: dict[int, Any] = {}
         self._items: list[tuple[Any, Any]] = []
         self._before: dict[type, dict[str, Any]] = {}
 
@@ -51,25 +56,32 @@ class HeldObjects:
         """Listen to what is read of an object, and of the objects in it.
 
         Args:
-            held: The object, or a container of objects; nothing is done for others.
+            held: The object, a container of objects, what calls one (a bound method, a partial), or a module that is
+                none of the model's own, as in a plain list; nothing is done for others.
             name: Of the attributes that lead to it.
             note: Called with each value that is read, or with the mark of what is not there.
         """
         if name.count(".") >= _DEEP:
             return
-        if isinstance(held, list | tuple | dict):
-            for key, each in iterate_items(held) if len(held) <= _MANY else ():
+        if isinstance(held, MethodType):
+            self.watch(held.__self__, f"{name}.__self__", note)
+        elif isinstance(held, partial):
+            for each in ("func", "args", "keywords"):
+                self.watch(getattr(held, each), f"{name}.{each}", note)
+        elif isinstance(held, nn.Module):
+            for path, each in held.named_modules():
+                self._know(each, f"{name}.{path}" if path else name, note)
+            return
+        if isinstance(held, CONTAINERS) and id(held) not in self._containers and len(held) <= _MANY:
+            self._containers[id(held)] = held
+            for key, each in iterate_items(held):
                 self.watch(each, f"{name}.{key}", note)
-            return
-        kind = type(held)
-        if id(held) in self._known or not can_be_watched(held):
-            return
-        with contextlib.suppress(TypeError, AttributeError):  # of a class that cannot be changed
-            if kind not in self._before:
-                self._patch(kind)
-            own = dict(_own_of(held))
-            self._known[id(held)] = held, own, name, note
-            self._items += [(each, each.copy()) for each in own.values() if type(each) in (list, dict)]
+        if id(held) not in self._known and can_be_watched(held):
+            kind = type(held)
+            with contextlib.suppress(TypeError, AttributeError):  # of a class that cannot be changed
+                if kind not in self._before:
+                    self._patch(kind)
+                self._know(held, name, note)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -96,18 +108,41 @@ class HeldObjects:
             yield
         finally:
             for held, before, _, _ in self._known.values():
-                own = _own_of(held)
-                for name in own.keys() - before.keys():
-                    own.pop(name, None)
-                for name, value in before.items():
-                    if own.get(name, Mark.ABSENT) is not value:
-                        own[name] = value
+                _put_back(held, before)
             for items, copy in self._items:
                 if len(items) != len(copy) or any(map(is_not, _values_of(items), _values_of(copy))):
                     items.clear()
                     (items.extend if isinstance(items, list) else items.update)(copy)
             self._known.clear()
+            self._containers.clear()
             self._items.clear()
+
+    def hear(self, held: Any, name: str, value: Any) -> None:
+        """Note what is read of an object, or of a module that is none of the model's own, if it is watched."""
+        if name.startswith("__") or id(held) not in self._known or self._is_busy():
+            return
+        _, own, path, note = self._known[id(held)]
+        if (
+            isinstance(held, nn.Module)
+            and name in _OF_EVERY_MODULE
+            and name not in own.keys() - vars(nn.Module()).keys()
+        ):
+            return
+        if name in own and _raw_of(held, name) is not own[name]:
+            return  # this forward has written it
+        said = of_class(type(held), name)
+        if name not in own and isinstance(said, FunctionType | staticmethod | classmethod) and callable(value):
+            note(f"{path}.{name}", Mark.OF_CLASS, True)
+            return
+        if isinstance(value, CONTAINERS) or not can_be_watched(value):
+            note(f"{path}.{name}", value, own.get(name, said) is value)
+        self.watch(value, f"{path}.{name}", note)
+
+    def _know(self, held: Any, name: str, note: Note) -> None:
+        if id(held) not in self._known:
+            own = state_of(held)
+            self._known[id(held)] = held, own, name, note
+            self._items += [(each, each.copy()) for each in own.values() if type(each) in (list, dict)]
 
     def _patch(self, kind: type) -> None:
         # Of the classes, since a metaclass may have methods of these names, which are for the class alone.
@@ -122,31 +157,25 @@ class HeldObjects:
                     value = original(held, name)
                 except AttributeError:
                     if is_last and type(held) is kind:  # of those that it derives from, nobody knows what follows
-                        self._hear(held, name, Mark.ABSENT)
+                        self.hear(held, name, Mark.ABSENT)
                     raise
-                self._hear(held, name, value)
+                self.hear(held, name, value)
                 return value
 
             before[method] = vars(kind).get(method)
             setattr(kind, method, read)
 
-    def _hear(self, held: Any, name: str, value: Any) -> None:
-        if name.startswith("__") or id(held) not in self._known or self._is_busy():
-            return
-        _, own, path, note = self._known[id(held)]
-        if name in own and own[name] is not value:
-            return  # this forward has written it
-        if not can_be_watched(value):
-            note(f"{path}.{name}", value, name in own)
-        self.watch(value, f"{path}.{name}", note)
+
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
-def iterate_items(held: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what is in a list, a tuple or a dictionary, with the keys that can be part of a name."""
+def iterate_items(held: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a container, with the parts of names that stand for it: keys, or places."""
     if isinstance(held, dict):
-        yield from ((key, each) for key, each in held.items() if isinstance(key, str) and "." not in key)
+        for place, (key, each) in enumerate(held.items()):
+            yield key if isinstance(key, str) and key and "." not in key else f"#{place}", each
     else:
-        yield from enumerate(held)
+        yield from ((str(place), each) for place, each in enumerate(held))
 
 
 def _values_of(held: Any) -> Iterable[Any]:
@@ -158,8 +187,40 @@ def of_class(kind: type, name: str) -> Any:
     return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), Mark.ABSENT)
 
 
+def state_of(held: Any) -> dict[str, Any]:
+    """Return what an object holds itself, whatever its class says of it, by names; also in slots."""
+    slots = (name for kind in type(held).__mro__ for name in vars(kind).get("__slots__", ()) or ())
+    found = {name: _raw_of(held, name) for name in slots if isinstance(name, str)}
+    return {name: each for name, each in found.items() if each is not Mark.ABSENT} | _own_of(held)
+
+
+def _raw_of(held: Any, name: str) -> Any:
+    """Return what an object holds by a name, or the mark of what is not there."""
+    own = _own_of(held)
+    slot = of_class(type(held), name) if name not in own else None
+    if not isinstance(slot, MemberDescriptorType):
+        return own.get(name, Mark.ABSENT)
+    try:
+        return slot.__get__(held)
+    except AttributeError:  # nothing was put there
+        return Mark.ABSENT
+
+
+def _put_back(held: Any, before: dict[str, Any]) -> None:
+    own, now = _own_of(held), state_of(held)
+    for name in now.keys() | before.keys():
+        value, slot = before.get(name, Mark.ABSENT), of_class(type(held), name)
+        if value is now.get(name, Mark.ABSENT):
+            continue
+        if name in own or not isinstance(slot, MemberDescriptorType):
+            own.pop(name, None) if value is Mark.ABSENT else own.update({name: value})
+        elif value is Mark.ABSENT:
+            slot.__delete__(held)
+        else:
+            slot.__set__(held, value)
+
+
 def _own_of(held: Any) -> dict[str, Any]:
-    """Return what an object holds itself, whatever its class says of it."""
     try:
         found: dict[str, Any] = object.__getattribute__(held, "__dict__")
     except AttributeError:  # it has slots
@@ -174,5 +235,5 @@ def can_be_watched(held: Any) -> bool:
         not isinstance(held, torch.Tensor | nn.Module | type)
         and bool(kind.__flags__ & _CHANGEABLE)
         and kind.__module__.partition(".")[0] not in _NOT_OURS
-        and not isinstance(held, dict | list | tuple | set | frozenset | str | numbers.Number | enum.Enum)
+        and not isinstance(held, str | numbers.Number | enum.Enum)
     )

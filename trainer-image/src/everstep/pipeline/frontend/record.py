@@ -21,6 +21,9 @@ class Untraceable(PipelineError):
 FIXES_SAMPLES = "its code fixes the number of samples, by a loop over them, len() or int(): write x.shape[0] for len(x)"
 
 
+FIXES_SIZES = "it takes a size for a number"
+
+
 class SizesFixed(BaseException):
     """A module's own code has fixed the number of samples, or a size before it turned out to be opaque, which then is
     none of the code around it: it must be opaque from the beginning."""
@@ -94,6 +97,7 @@ class Call:
     varies: bool = False  # whether the shapes of what an opaque call gives may depend on data
     changes: frozenset[int] = frozenset()  # the tensors that it is given and changes in place, by their places
     is_lent: bool = False  # whether it ran with parameters of others, as by torch.func.functional_call
+    fixes: bool = False  # whether a size has become a number, or another size, in it
 
     @property
     def name(self) -> str:
@@ -170,6 +174,7 @@ class ForwardRecord:
     symbols: dict[Any, SizePlace] = field(default_factory=dict)  # where each size of the arguments is
     made: dict[Any, list[tuple[int, int]]] = field(default_factory=dict)  # values and dimensions of `sizes.made`
     reads: dict[Key, AttributeRead] = field(default_factory=dict)  # attributes of modules
+    given_reads: dict[str, AttributeRead] = field(default_factory=dict)  # the same of objects among the arguments
     left: set[Key] = field(default_factory=set)  # attributes that hold something else afterwards
     modes: dict[Reader, AttributeRead] = field(default_factory=dict)  # training flags that others' code reads
 

@@ -113,11 +113,12 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             given = {name: self._arguments(name, value, ()) for name, value in arguments.items()}
             held = self.attributes.held_objects
             with held.kept():
+                self.attributes.watch_arguments(given, self._stack)
                 with torch.enable_grad(), listen_to_model(self), held.listening(), self:
                     call(given)
                 self.attributes.settle()
         self.record.reads, self.record.left = self.attributes.found, self.attributes.left
-        self.record.modes = self.attributes.modes
+        self.record.modes, self.record.given_reads = self.attributes.modes, self.attributes.given
         self.record.values = [self._describe(tensor) for tensor in self._made]
         self.record.made = self.sizes.find_made_places(self._made)
         for found in self.record.arguments.values():
@@ -160,6 +161,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         call = self._begin(module, path, args, kwargs)
         buffers, parameters, renamed = dict(module._buffers), dict(module._parameters), len(self._renamed)
         versions, guesses = self._list_versions(args, kwargs), len(self.sizes.guessed)
+        fixed = self.sizes.count_fixed()
         try:
             if path in self.unseen:
                 raise CannotFollow(self.unseen[path])
@@ -187,6 +189,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 self.busy = False
         finally:
             self._stack.pop()
+        call.fixes = self.sizes.count_fixed() > fixed
         now = self._list_versions(args, kwargs)
         self.busy = True
         call.changes |= {place for place, version in enumerate(versions) if now[place : place + 1] != [version]}

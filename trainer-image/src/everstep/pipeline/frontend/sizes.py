@@ -138,6 +138,10 @@ class Sizes:
     def batch_is_fixed(self) -> bool:
         return isinstance(self.simplify(self.batch), int)
 
+    def count_fixed(self) -> int:
+        """Return how many symbols have become numbers, or others."""
+        return len(self.env.replacements)
+
     def are_fixed_by(self, conditions: Iterable[Any]) -> bool:
         """Tell whether a symbol in these conditions has become a number, or another one."""
         return any(self.simplify(symbol) != symbol for symbol in symbols_of(conditions))

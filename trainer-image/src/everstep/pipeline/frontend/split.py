@@ -29,6 +29,7 @@ from everstep.pipeline.frontend.refs import (
     iterate_references,
     list_plain_leaves,
 )
+from everstep.pipeline.frontend.result_kinds import ResultKinds
 from everstep.pipeline.frontend.sizes import are_sizes_visible, find_made_places, find_places, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
 from everstep.pipeline.frontend.stages import (
@@ -374,13 +375,13 @@ class _Cut:
             other = item.outputs if item.other_outputs is None else item.other_outputs
             plain = {item.training: list_plain_leaves(item.outputs), not item.training: list_plain_leaves(other)}
             put = compile_result_binder(item.outputs, plain, item.module, item.name)
+            put = ResultKinds(self.record, item, self.model.used_symbols, put).put
             func: Any = item.module
             if any(each.opaque for each in item.all_calls()):
                 func = UnseenCall(self.record, item, put, FixedAttributes(self.model.model, self.model.attributes))
                 put = func.put
-            return Step(
-                item.name, func, item.module, inputs, put, tuple(forget), make_context(item.grad, item.autocast)
-            )
+            context = make_context(item.grad, item.autocast)
+            return Step(item.name, func, item.module, inputs, put, tuple(forget), context)
         func, put = item.func, compile_binder(item.outputs)
         if item in drawing:
             func = partial(draw_with_state, drawing[item], func)

@@ -16,7 +16,7 @@ from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.refs import Argument, Frame, Maker
 from everstep.pipeline.frontend.sizes import SymbolSource, evaluate_size, solve_sizes, symbols_of
 from everstep.pipeline.frontend.skeleton import Drawing
-from everstep.pipeline.frontend.unseen import refuse_late_writes
+from everstep.pipeline.frontend.unseen import LateWrites, refuse_late_writes
 
 INPUT = "input:"
 OUTPUT = "output"
@@ -119,6 +119,7 @@ class StageModule:
         # What tells the device: it may be moved at any time, and to look for it takes as long as a small operation.
         self._first = next(((part, name) for part in module.modules() for name in part._parameters), None)
         self.uses, self._ends = tuple(uses.weights), frozenset(uses.ends)
+        self._late: LateWrites | None = None
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
         self.check_mode()
@@ -138,11 +139,14 @@ class StageModule:
                 frame.arguments[name] = pytree.tree_map(_copy_leaf, frame.arguments[name])
         frame.device = self._device(frame)
         symbols = self._read_sizes(self._places, frame, {})
+        buffers = self._late.look() if self._late is not None else {}
         with divisible_checkpoints():
             for number, step in enumerate(self._steps):
                 step.run(frame)
                 if number in self._made:
                     symbols = self._read_sizes(self._made[number], frame, symbols)
+        if self._late is not None:
+            self._late.check(buffers)
         found = {name: frame.values[index] for name, index in self._outputs.items()}
         for name in self._ends:
             found[name] = pytree.tree_map(_detach_leaf, found[name])
@@ -160,7 +164,8 @@ class StageModule:
             )
 
     def refuse_late_writes(self) -> None:
-        """Let modules that depend on data write nothing that they did not write in the trace, from now on."""
+        """Let modules write nothing that they did not write in the trace, from now on."""
+        self._late = LateWrites(self.module)
         refuse_late_writes(step.func for step in self._steps)
 
     def has(self, name: str) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from everstep.pipeline.frontend.attributes import AttributeRead, Key, Reader, ch
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.counters import RecordWith, find_threshold
-from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, group_places, with_sizes
+from everstep.pipeline.frontend.fixed_sizes import FixedSizes, are_free, find_fixed_sizes, group_places, with_sizes
 from everstep.pipeline.frontend.kept_tables import KeptTables
-from everstep.pipeline.frontend.record import Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
+from everstep.pipeline.frontend.record import FIXES_SIZES, Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
 from everstep.pipeline.frontend.recorder import Recorder
+from everstep.pipeline.frontend.result_kinds import find_used_symbols
 from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.sizes import Sizes, collect_sizes, evaluate_size, symbols_of
 from everstep.pipeline.frontend.units import Item, Units, find_units
@@ -56,6 +58,7 @@ class Traced:
     left: Collection[Key] = ()
     asked: Collection[str] = ()
     modes: Mapping[Reader, Mapping[bool, bool]] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)  # what code reads of objects among the arguments
 
     @cached_property
     def graph(self) -> Graph:
@@ -66,6 +69,11 @@ class Traced:
         """Return the names of the values whose shapes may depend on data, and not on those of the arguments alone."""
         found = self.record.find_varying()
         return frozenset(name for unit in self.units.all for name, index in unit.values.items() if index in found)
+
+    @cached_property
+    def used_symbols(self) -> frozenset[Any]:
+        """Return the sizes by which code goes, or with which it computes, that a cut may open."""
+        return find_used_symbols(self.record, self.opened)
 
     @cached_property
     def manual(self) -> dict[str, int]:
@@ -115,7 +123,10 @@ def trace_model(
     is_mixed, is_alike = len({*flags.values()}) > 1, False
 
     def record_as(
-        mode: bool, given: Mapping[str, Any] = arguments, made_hints: Mapping[int, int] | None = None
+        mode: bool,
+        given: Mapping[str, Any] = arguments,
+        made_hints: Mapping[int, int] | None = None,
+        unseen: Mapping[str, str] = MappingProxyType({}),
     ) -> ForwardRecord:
         """Record the model as it is, or in the other mode: each module in the one that it is not in, as what is frozen
         now may train later, or `is_alike`, all of them."""
@@ -126,13 +137,13 @@ def trace_model(
         try:
             with casting_to(autocast, device.type), _quiet(given is not arguments):
                 new_sizes = partial(Sizes, known, made_hints=made_hints)
-                return _record_call(model, given, call, device, new_sizes, unsplit_inputs, tables)
+                return _record_call(model, given, call, device, new_sizes, unsplit_inputs, tables, unseen)
         finally:
             for module, flag in flags.items():
                 module.training = flag
 
     record, both = record_as(flags[model]), False
-    reads, left, flag_reads = [record.reads], set(record.left), [record.modes]
+    reads, left, flag_reads, given_reads = [record.reads], set(record.left), [record.modes], [record.given_reads]
     for is_alike in (False, True) if is_mixed else (False,):
         with contextlib.suppress(Untraceable):
             other = record_as(not flags[model])
@@ -145,6 +156,7 @@ def trace_model(
             if both := modes.merge_records(training, evaluation):
                 record, reads = training, [training.reads, evaluation.reads]
                 flag_reads = [training.modes, evaluation.modes]
+                given_reads = [training.given_reads, evaluation.given_reads]
                 break
         if is_mixed and not is_alike:
             record = record_as(flags[model])  # a merge that fails has changed it
@@ -158,13 +170,15 @@ def trace_model(
         return any(whole_calls.isdisjoint(during) for during in read.during)
 
     fixed = {key: read.value for each in reads for key, read in each.items() if is_opened(read)}
+    read_given = {name: read.value for each in given_reads for name, read in each.items() if is_opened(read)}
     read_modes: dict[Reader, dict[bool, bool]] = {}
     for each in flag_reads:
         for reader, read in each.items():
             if is_opened(read):
                 read_modes.setdefault(reader, {}).update([read.value])
-    sizes = find_fixed_sizes(record)
+    sizes, opened = find_fixed_sizes(record), _list_opened_modules(record.root, found)
     mode = record.root.training
+    fixing = {call.path: FIXES_SIZES for call in record.root.all_calls() if call.fixes and call.path not in opened}
     for number in sorted({each for _, each in sizes.numbers}):
         for places in group_places(record, arguments, number):
             if not any(place in places for place, _ in sizes.numbers):
@@ -173,9 +187,10 @@ def trace_model(
             with contextlib.suppress(Untraceable):
                 other_sizes = with_sizes(arguments, dict.fromkeys(places, 2 * number))
                 other = record_as(mode, other_sizes)  # first, since most models take no others
-                if modes.do_the_same(record_as(mode), other):
+                if modes.do_the_same(record_as(mode), other) and are_free(
+                    record_as(mode, unseen=fixing), opened, places
+                ):
                     sizes = sizes.without(places)
-    opened = _list_opened_modules(record.root, found)
     if both and is_alike:
         # These were in one mode in both records, and nobody knows what they do in the other.
         paths = {module: path for path, module in model.named_modules()}
@@ -197,8 +212,9 @@ def trace_model(
     )
     sizes = replace(sizes, assumptions=assumptions, made=of_made)
     return Traced(
-        model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left), asked, read_modes
-    )
+        model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left), asked, read_modes,
+        read_given,
+    )  # fmt: skip
 
 
 def _list_opened_modules(root: Call, units: Units) -> frozenset[str]:
@@ -229,15 +245,16 @@ def _record_call(
     new_sizes: Callable[..., Sizes],
     unsplit_inputs: Collection[str],
     tables: KeptTables,
+    known_unseen: Mapping[str, str],
 ) -> ForwardRecord:
-    unseen: dict[str, str] = {}
+    unseen = dict(known_unseen)
     sure, guesses = set[str](), True
     while True:
         recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs, sure)
         try:
             with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
-            if recorder.attributes.changed:
+            if recorder.attributes.changed or recorder.attributes.unsure:
 
                 def record_with(values: Mapping[Key, Any], sizes: Sizes) -> ForwardRecord:
                     again = Recorder(model, sizes, device, unseen, unsplit_inputs, sure)
@@ -285,7 +302,15 @@ def _refuse_changes(
     model: nn.Module, recorder: Recorder, record_with: RecordWith, new_sizes: Callable[[], Sizes]
 ) -> None:
     """PipelineError if a forward that has changed attributes does something else the next time, or some time."""
-    changed = recorder.attributes.changed
+    changed, unsure = recorder.attributes.changed, recorder.attributes.unsure
+    for key, both in unsure.items():
+        with contextlib.suppress(Untraceable, SizesFixed, GuessFailed):  # as where a table is said to be there
+            if (found := find_threshold({**changed, key: both}, record_with, new_sizes)) is not None and found[
+                0
+            ] == key:
+                raise changes_itself(model, key, *both, found[1])
+    if not changed:
+        return
     try:
         second = record_with({key: after for key, (_, after) in changed.items()}, new_sizes())
         if not modes.are_records_equal(recorder.record, second):

@@ -6,17 +6,19 @@ data of a step may be something else, of which other stages would see nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.record import Call, ForwardRecord, iterate_parts
 from everstep.pipeline.frontend.refs import Frame, ValueRef, iterate_references
+from everstep.pipeline.frontend.writes import are_statistics_put_together
 
 _ADVICE = "this depends on data, and code in other stages would not see it: let it return what it makes"
 
@@ -36,7 +38,6 @@ class UnseenCall:
     ) -> None:
         self._name, self._module, self._changes = call.name, call.module, call.changes
         self._put, self._fixed = put, fixed
-        self._kinds, self._training = _list_kinds(record, call), call.training
         self._opaque = [each for each in call.all_calls() if each.opaque]
         self._is_changed_later = _is_changed_by_others(record, call)
         self.refuses_writes = False
@@ -64,12 +65,7 @@ class UnseenCall:
             )
         for path, name, tensor, version in held:
             if _get_version(tensor) != version:
-                raise PipelineError(
-                    f"module {path!r} has written its {name!r}, and did not when pipeline() was called: this depends "
-                    "on data, and a pipeline calls it for each micro-batch, and one process once for the whole batch: "
-                    "write it in the script, after optimizer.step(), or take microbatches=1 and one replica; "
-                    "PlanOptions(check=False) trains it as it is"
-                )
+                raise _make_write_error(path, name)
         if self._is_changed_later and _share_memory(tensors, result):
             raise PipelineError(
                 f"module {self._name!r} has returned memory that it was given, which code around it changes in place: "
@@ -81,21 +77,11 @@ class UnseenCall:
         """Put the tensors of a result into a frame.
 
         Raises:
-            PipelineError: One is of another type or number of dimensions than the code around it was traced with, or
-                the module has set an attribute that this code reads.
+            PipelineError: The module has set an attribute that code around it reads, or one is of another kind than
+                this code was traced with.
         """
         self._fixed.check()
         self._put(result, frame)
-        if self._module.training != self._training:
-            return
-        for index, (dtype, dims) in self._kinds.items():
-            tensor = frame.values[index]
-            if (tensor.dtype, tensor.dim()) != (dtype, dims):
-                raise PipelineError(
-                    f"module {self._name!r} returned a tensor of {tensor.dtype} with {tensor.dim()} dimensions, and of "
-                    f"{dtype} with {dims} when pipeline() was called: the code around it was traced with that, and "
-                    "may go by it: let it return tensors of one type and number of dimensions"
-                )
 
     def _list_held(self) -> list[tuple[str, str, torch.Tensor, int]]:
         return [
@@ -106,16 +92,61 @@ class UnseenCall:
         ]
 
 
+class LateWrites:
+    """Buffers that a stage writes, or puts others in the place of, though its forward did not in the trace: for some
+    sizes, or by an attribute of a module that runs as it is.
+
+    Args:
+        module: Of the stage.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = module.named_modules()
+        # Statistics that a pipeline puts together are written in each micro-batch.
+        self._parts = [(path, part) for path, part in parts if not are_statistics_put_together(part)]
+
+    def look(self) -> dict[tuple[str, str], tuple[Any, int]]:
+        """Return the buffers and their versions, by the paths of modules and their names."""
+        return {
+            (path, name): (tensor, _get_version(tensor) if tensor is not None else 0)
+            for path, part in self._parts
+            for name, tensor in part._buffers.items()
+        }
+
+    def check(self, before: dict[tuple[str, str], tuple[Any, int]]) -> None:
+        """Compare the buffers with what they were before.
+
+        Raises:
+            PipelineError: One has been written.
+        """
+        for place, (tensor, version) in self.look().items():
+            held, known = before.get(place, (None, 0))
+            if tensor is held and version == known:
+                continue
+            if tensor is held or not _are_equal(tensor, held):  # one that is registered again each time is the same
+                raise _make_write_error(*place)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is None or other is None or (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return one is other
+    return bool(torch.equal(one, other))
+
+
+def _make_write_error(path: str, name: str) -> PipelineError:
+    return PipelineError(
+        f"module {path!r} has written its {name!r}, and did not when pipeline() was called: this depends on data, on "
+        "sizes or on an attribute, and a pipeline calls it for each micro-batch, and one process once for the whole "
+        "batch: write it in the script, after optimizer.step(), or take microbatches=1 and one replica; "
+        "PlanOptions(check=False) trains it as it is"
+    )
+
+
 def refuse_late_writes(functions: Iterable[Any]) -> None:
     """Let modules among these that depend on data write no weight or buffer that they did not write in the trace."""
     for each in functions:
         if isinstance(each, UnseenCall):
             each.refuses_writes = True
-
-
-def _list_kinds(record: ForwardRecord, call: Call) -> Mapping[int, tuple[torch.dtype, int]]:
-    values = (ref.index for ref in iterate_references(call.outputs) if isinstance(ref, ValueRef))
-    return {index: (record.values[index].dtype, len(record.values[index].shape)) for index in values}
 
 
 def _is_changed_by_others(record: ForwardRecord, call: Call) -> bool:
