@@ -173,7 +173,7 @@ class Pooling(nn.Module):  # type: ignore[misc]
 
 
 def test_another_size_than_in_the_trace_is_refused_where_code_around_computes_with_it() -> None:
-    by_data, pooling = Block(lambda x: x[:, :2] if x.max() > 9 else x * 1), Pooling()
+    by_data, pooling = Block(lambda x: x[:, :2] if x.max() > 1e4 else x * 1), Pooling()
     words = {"x": torch.ones(3, 5, 4)}
     changes: list[tuple[Any, Any]] = [(by_data, lambda: None), (pooling, lambda: setattr(pooling, "step", 2))]
     for between, change in changes:
@@ -185,7 +185,7 @@ def test_another_size_than_in_the_trace_is_refused_where_code_around_computes_wi
             torch.testing.assert_close(run_stages(stages, words), model(**words))
             change()
             with pytest.raises(PipelineError, match="module 'between' returned a tensor whose dimension 1 is"):
-                run_stages(stages, {"x": 100 * words["x"]})
+                run_stages(stages, {"x": 1e5 * words["x"]})
             pooling.step = 1
 
 
