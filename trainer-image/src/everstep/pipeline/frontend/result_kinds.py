@@ -75,16 +75,16 @@ class ResultKinds:
         self._put(result, frame)
         if self._module.training != self._training:
             return
-        # A script may have casting around what it calls, which torch's own modules follow.
-        is_any_type = self._is_cast and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled())
         for index, (dtype, dims) in self._kinds.items():
             tensor = frame.values[index]
-            if tensor.dim() != dims or (tensor.dtype != dtype and not is_any_type):
+            if tensor.dim() != dims or (tensor.dtype != dtype and not self._may_be_cast()):
                 raise PipelineError(
                     f"module {self._name!r} returned a tensor of {tensor.dtype} with {tensor.dim()} dimensions, and of "
                     f"{dtype} with {dims} when pipeline() was called: the code around it was traced with that, and "
                     "may go by it: let it return tensors of one type and number of dimensions"
                 )
+        if not self._sizes:
+            return
         for (index, dim), wanted in self._compute_sizes(frame).items():
             if (size := frame.values[index].shape[dim]) != wanted:
                 raise PipelineError(
@@ -94,9 +94,11 @@ class ResultKinds:
                     "change what decides on it before the call of pipeline()"
                 )
 
+    def _may_be_cast(self) -> bool:
+        """Tell whether a script has casting around what it calls, which torch's own modules follow."""
+        return self._is_cast and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled())
+
     def _compute_sizes(self, frame: Frame) -> Mapping[tuple[int, int], int]:
-        if not self._sizes:
-            return {}
         shapes = {place.tensor: _get_shape(place.tensor, frame) for place in self._places}
         key = tuple(shapes[place.tensor][place.dim] for place in self._places)
         if key not in self._known:

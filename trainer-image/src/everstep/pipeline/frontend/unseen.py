@@ -103,14 +103,15 @@ class LateWrites:
     def __init__(self, module: nn.Module) -> None:
         parts = module.named_modules()
         # Statistics that a pipeline puts together are written in each micro-batch.
-        self._parts = [(path, part) for path, part in parts if not are_statistics_put_together(part)]
+        self._parts = [(path, part._buffers) for path, part in parts if not are_statistics_put_together(part)]
 
     def look(self) -> dict[tuple[str, str], tuple[Any, int]]:
         """Return the buffers and their versions, by the paths of modules and their names."""
         return {
             (path, name): (tensor, _get_version(tensor) if tensor is not None else 0)
-            for path, part in self._parts
-            for name, tensor in part._buffers.items()
+            for path, buffers in self._parts
+            if buffers  # this is done for each micro-batch, and most modules have none
+            for name, tensor in buffers.items()
         }
 
     def check(self, before: dict[tuple[str, str], tuple[Any, int]]) -> None:
