@@ -167,6 +167,13 @@ def test_a_run_that_starts_over_leaves_nothing_to_rank_0(folder: Path) -> None:
     assert ranks.run(2, starts_over, folder) == [([], {"best": 1.5})] * 2
 
 
+def evaluate(folder: Path) -> None:
+    """Read a checkpoint of a live run in its process, by a session of its own."""
+    reader = session(folder)
+    reader.restore(state={})
+    reader.close(wait=False)
+
+
 def evaluates_beside_training(rank: int, folder: Path) -> tuple[list[str], list[list[str]], float]:
     """A run that was restarted restores its own newest checkpoint into other objects, between its saves."""
     failed: list[str] = []
@@ -183,9 +190,7 @@ def evaluates_beside_training(rank: int, folder: Path) -> tuple[list[str], list[
                 ckpt.save(step)
                 ckpt.wait()
                 held.append(sorted(everstep.load(folder / "store")["state"]))
-                reader = session(folder)
-                reader.restore(state={})
-                reader.close(wait=False)
+                evaluate(folder)
     return failed, held, float(everstep.load(folder / "store")["state"]["best"])
 
 
@@ -204,9 +209,7 @@ def evaluates_what_another_rank_keeps(rank: int, folder: Path) -> list[list[str]
                 ckpt.save(step)
                 ckpt.wait()
                 held.append(sorted(everstep.load(folder / "store")["state"]))
-                reader = session(folder)
-                reader.restore(state={})
-                reader.close(wait=False)
+                evaluate(folder)
     return held
 
 

@@ -22,7 +22,8 @@ _CHANGEABLE = 1 << 9  # of a class, Py_TPFLAGS_HEAPTYPE: it is made by Python
 _NOT_OURS = ("torch", "logging", "threading", "weakref", "numpy")
 _DEEP = 20  # objects in one another
 _MANY = 1_000  # objects in a container
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - {"training", "forward"}
+_IN_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = (_IN_EVERY_MODULE | vars(nn.Module).keys()) - {"training", "forward"}
 
 # Of the names from the module on, with dots between them; the value; and whether the object holds it itself.
 Note = Callable[[str, Any, bool], None]
@@ -122,11 +123,7 @@ class HeldObjects:
         if name.startswith("__") or id(held) not in self._known or self._is_busy():
             return
         _, own, path, note = self._known[id(held)]
-        if (
-            isinstance(held, nn.Module)
-            and name in _OF_EVERY_MODULE
-            and name not in own.keys() - vars(nn.Module()).keys()
-        ):
+        if isinstance(held, nn.Module) and name in _OF_EVERY_MODULE and (name in _IN_EVERY_MODULE or name not in own):
             return
         if name in own and _raw_of(held, name) is not own[name]:
             return  # this forward has written it

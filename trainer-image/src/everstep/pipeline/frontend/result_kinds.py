@@ -58,10 +58,10 @@ class ResultKinds:
         self._sizes: dict[tuple[int, int], Any] = {}
         for index in made:
             for dim, made_as in enumerate(record.values[index].shape):
-                symbols = symbols_of([size := made_as if isinstance(made_as, int) else record.sizes.simplify(made_as)])
-                if (
-                    call.path and (symbols & set(used)) and are_sizes_visible(symbols, given)
-                ):  # none is around the model
+                size = made_as if isinstance(made_as, int) else record.sizes.simplify(made_as)
+                symbols = symbols_of([size])
+                # Nothing is around the model itself.
+                if call.path and not symbols.isdisjoint(used) and are_sizes_visible(symbols, given):
                     self._sizes[index, dim] = size
         self._places = find_places(symbols_of(self._sizes.values()), given) if self._sizes else []
         self._known: dict[tuple[int, ...], Mapping[tuple[int, int], int]] = {}

@@ -305,9 +305,8 @@ def _refuse_changes(
     changed, unsure = recorder.attributes.changed, recorder.attributes.unsure
     for key, both in unsure.items():
         with contextlib.suppress(Untraceable, SizesFixed, GuessFailed):  # as where a table is said to be there
-            if (found := find_threshold({**changed, key: both}, record_with, new_sizes)) is not None and found[
-                0
-            ] == key:
+            found = find_threshold({**changed, key: both}, record_with, new_sizes)
+            if found is not None and found[0] == key:
                 raise changes_itself(model, key, *both, found[1])
     if not changed:
         return
