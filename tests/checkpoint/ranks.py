@@ -45,6 +45,15 @@ from everstep.coordination.kv_store import SharedKVStore
 
 Work = Callable[..., Any]
 
+# One process imports these, the ranks are its children: eight of them would import for half a minute. An optimizer, and
+# much else of torch, imports the compiler when it is first used.
+PRELOADED = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "everstep.checkpoint.session.checkpointer",
+)
+
 
 class RankFailed(AssertionError):
     """An error that a rank raised, with its own trace."""
@@ -53,8 +62,7 @@ class RankFailed(AssertionError):
 def run(world: int, work: Work, *args: Any, timeout: float = 200.0, dies: Sequence[int] = ()) -> list[Any]:
     """`work(rank, *args)` on every rank of a gloo group; what each returned, None for those that are meant to die."""
     context = multiprocessing.get_context("forkserver")
-    # One process imports torch, the ranks are its children: eight of them would import for half a minute.
-    context.set_forkserver_preload([__name__, "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    context.set_forkserver_preload([__name__, *PRELOADED])
     pipes, processes = [], []
     rendezvous = Path(os.environ.get("TMPDIR", "/tmp")) / f"everstep-ranks-{os.getpid()}-{os.urandom(4).hex()}"
     for rank in range(world):
