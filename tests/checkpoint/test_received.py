@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,31 @@ def tracks_after_a_restore(rank: int, folder: Path) -> int:
 
 def test_what_rank_0_has_made_larger_since_a_restore_is_tracked(folder: Path) -> None:
     assert ranks.run(2, tracks_after_a_restore, folder) == [3, 3]
+
+
+def drops_what_others_keep(rank: int, folder: Path) -> list[str]:
+    """Each rank keeps a tensor in a dictionary, and drops those of others that a restore has brought."""
+    told: list[str] = []
+    log = logging.getLogger("everstep.checkpoint")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    for step in (1, 2, 3):
+        state: dict[str, Any] = {}
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            if step == 1:
+                state[f"kept{rank}"] = torch.ones(2)
+            for other in {"kept0", "kept1"} - {f"kept{rank}"}:
+                state.pop(other, None)
+            ckpt.save(step)
+            ckpt.wait()
+    return [each for each in told if "is not saved" in each]
+
+
+def test_a_rank_that_keeps_what_rank_0_has_dropped_is_told_that_it_is_not_saved(folder: Path) -> None:
+    first, second = ranks.run(2, drops_what_others_keep, folder)
+    assert first == []
+    assert len(second) == 1
+    assert second[0].startswith("rank 1 holds state.kept1 as a restore has brought it, and rank 0 holds it no more")
+    assert "everstep.PerRank()" in second[0]

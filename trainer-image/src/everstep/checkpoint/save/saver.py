@@ -413,12 +413,12 @@ class Saver:
             if step is not None:
                 check_same_step(step, self._group)
             plan = planning.make_save_plan(made, topology.rank, self._group, compare=step is not None)
+            self.received.warn_of_unsaved(found[0])
         except RankLost as error:
             lost = error.ranks or self._absent()
             raise CheckpointRankLost(lost, "left while ranks planned this save together") from error
         sizes = [[plan.sizes[rank] for rank in ranks] for ranks in (topology.ranks, self._node.kept)]
-        why = self._node.call_until_heard("reserve", ALLOCATION_TIMEOUT, sizes=sizes[0], kept=sizes[1])
-        if why is not None:
+        if why := self._node.call_until_heard("reserve", ALLOCATION_TIMEOUT, sizes=sizes[0], kept=sizes[1]):
             _log.warning("no copy of another node's slots is kept here: %s", why)
         layout = self._slots.save_layout(plan.boxes)
         steady = of_optimizers(self._objects, rank=topology.rank)

@@ -6,6 +6,7 @@ do not keep it would hold what it was then, and differ from the rank that does a
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -27,6 +28,8 @@ from everstep.coordination.group import RankGroup
 
 # Whose state is each rank's own or one rank's, and what a script makes with all that it holds, on each rank.
 _OTHERS = (PerRank, FromRank, nn.Module, torch.optim.Optimizer)
+
+_log = logging.getLogger("everstep.checkpoint")
 
 _Marks = dict[str, tuple[object, ...]]  # of leaves by their names
 
@@ -55,6 +58,7 @@ class ReceivedLeaves:
         self._objects: dict[str, object] = {}
         self._own: set[str] = set()
         self._empty: dict[str, object] = {}
+        self._warned: set[str] = set()
 
     def begin(self, objects: Mapping[str, object], held: Flat, *, allow_pickle: bool = False) -> None:
         """Note what this rank holds right before a restore.
@@ -112,6 +116,28 @@ class ReceivedLeaves:
         found = self._leave_out(flat)
         self._remember()
         return found
+
+    def warn_of_unsaved(self, flat: Flat) -> None:
+        """Say what this rank leaves to rank 0 and rank 0 holds no more. Collective.
+
+        That rank 0 has dropped what is its own, and that each rank has dropped what others keep, look the same.
+
+        Args:
+            flat: What leave_out() returned for the save that is planned.
+        """
+        if not self._group.any(bool(flat.left_out)):
+            return
+        lost = sorted(flat.left_out.difference(self._group.broadcast([*flat.tensors, *flat.values])) - self._warned)
+        if lost:
+            self._warned.update(lost)
+            _log.warning(
+                "rank %d holds %s%s as a restore has brought it, and rank 0 holds it no more: it is not saved until "
+                "rank %d changes it. What a rank keeps for itself belongs in everstep.PerRank()",
+                self._group.rank,
+                lost[0],
+                f" and {len(lost) - 1} more" if len(lost) > 1 else "",
+                self._group.rank,
+            )
 
     def _recall(self, name: str, identity: int) -> None:
         if name not in self._ids:
