@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint import leftovers
 from tests.checkpoint.builders import Training
+from tests.checkpoint.forked import forkserver
 
 # Every method of the seam changes the file system, or makes a change durable.
 CALLS = [name for name in vars(Files) if not name.startswith("_")]
@@ -121,14 +121,6 @@ def in_memory(otherwise: Path) -> Iterator[Path]:
 
 def everything(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Return the context that starts the processes of tests."""
-    # Not fork: the test's process has threads. The server has imported everything, so a process takes milliseconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.processes", "xxhash"])
-    return context
 
 
 def state_of(pid: int) -> str:

@@ -21,7 +21,8 @@ from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.writer import control, writer
 from everstep.checkpoint.writer.control import WriterConfig, WriterLink, WriterLost
-from tests.checkpoint.crash import Point, forkserver, state_of
+from tests.checkpoint.crash import Point, state_of
+from tests.checkpoint.forked import forkserver
 from tests.checkpoint.slot_builders import content, fill
 from tests.checkpoint.system_calls import Calls
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -33,7 +32,6 @@ from everstep.checkpoint.publish import commit
 from everstep.checkpoint.ranks import topology
 from everstep.checkpoint.ranks.host_group import ERRORS
 from everstep.checkpoint.ranks.topology import Topology
-from everstep.checkpoint.restore.node_cache import NodeCache  # noqa: F401 - preloaded for the ranks
 from everstep.checkpoint.restore.restorer import Restored, Restorer
 from everstep.checkpoint.save import planning
 from everstep.checkpoint.state.flat import flatten_objects
@@ -42,17 +40,9 @@ from everstep.checkpoint.store.posix import PosixStore
 from everstep.coordination.consensus import Consensus
 from everstep.coordination.group import RankGroup
 from everstep.coordination.kv_store import SharedKVStore
+from tests.checkpoint.forked import forkserver
 
 Work = Callable[..., Any]
-
-# One process imports these, the ranks are its children: eight of them would import for half a minute. An optimizer, and
-# much else of torch, imports the compiler when it is first used.
-PRELOADED = (
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "everstep.checkpoint.session.checkpointer",
-)
 
 
 class RankFailed(AssertionError):
@@ -61,8 +51,7 @@ class RankFailed(AssertionError):
 
 def run(world: int, work: Work, *args: Any, timeout: float = 200.0, dies: Sequence[int] = ()) -> list[Any]:
     """`work(rank, *args)` on every rank of a gloo group; what each returned, None for those that are meant to die."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *PRELOADED])
+    context = forkserver()
     pipes, processes = [], []
     rendezvous = Path(os.environ.get("TMPDIR", "/tmp")) / f"everstep-ranks-{os.getpid()}-{os.urandom(4).hex()}"
     for rank in range(world):
