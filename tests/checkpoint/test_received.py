@@ -263,8 +263,8 @@ def test_what_rank_0_has_made_larger_since_a_restore_is_tracked(folder: Path) ->
     assert ranks.run(2, tracks_after_a_restore, folder) == [3, 3]
 
 
-def drops_what_others_keep(rank: int, folder: Path) -> list[str]:
-    """Each rank keeps a tensor in a dictionary, and drops those of others that a restore has brought."""
+def drops_what_others_keep(rank: int, folder: Path, all_do: bool) -> list[str]:
+    """Each rank keeps a tensor in a dictionary. All, or rank 0, drop those of others that a restore has brought."""
     told: list[str] = []
     log = logging.getLogger("everstep.checkpoint")
     handler = logging.Handler(logging.WARNING)
@@ -276,16 +276,24 @@ def drops_what_others_keep(rank: int, folder: Path) -> list[str]:
             ckpt.restore(state=state)
             if step == 1:
                 state[f"kept{rank}"] = torch.ones(2)
-            for other in {"kept0", "kept1"} - {f"kept{rank}"}:
+            for other in {"kept0", "kept1", "kept2"} - {f"kept{rank}"} if all_do or not rank else set():
                 state.pop(other, None)
             ckpt.save(step)
             ckpt.wait()
     return [each for each in told if "is not saved" in each]
 
 
-def test_a_rank_that_keeps_what_rank_0_has_dropped_is_told_that_it_is_not_saved(folder: Path) -> None:
-    first, second = ranks.run(2, drops_what_others_keep, folder)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_keeps_what_rank_0_has_dropped_is_told_that_it_is_not_saved(world: int, folder: Path) -> None:
+    first, *others = ranks.run(world, drops_what_others_keep, folder, True)
     assert first == []
-    assert len(second) == 1
-    assert second[0].startswith("rank 1 holds state.kept1 as a restore has brought it, and rank 0 holds it no more")
-    assert "everstep.PerRank()" in second[0]
+    for rank, told in enumerate(others, 1):
+        assert len(told) == 1
+        assert told[0].startswith(
+            f"rank {rank} holds state.kept{rank} as a restore has brought it, and rank 0 holds it "
+        )
+        assert "everstep.PerRank()" in told[0]
+
+
+def test_nobody_is_told_what_rank_0_drops_of_what_all_hold(folder: Path) -> None:
+    assert ranks.run(3, drops_what_others_keep, folder, False) == [[], [], []]

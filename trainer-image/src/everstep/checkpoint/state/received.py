@@ -120,15 +120,18 @@ class ReceivedLeaves:
     def warn_of_unsaved(self, flat: Flat) -> None:
         """Say what this rank leaves to rank 0 and rank 0 holds no more. Collective.
 
-        That rank 0 has dropped what is its own, and that each rank has dropped what others keep, look the same.
+        That rank 0 has dropped what is its own, and that each rank has dropped what others keep, look the same on two
+        ranks. Where all others still hold the same, it is rank 0 that has dropped it.
 
         Args:
             flat: What leave_out() returned for the save that is planned.
         """
         if not self._group.any(bool(flat.left_out)):
             return
-        lost = sorted(flat.left_out.difference(self._group.broadcast([*flat.tensors, *flat.values])) - self._warned)
-        if lost:
+        lost = sorted(flat.left_out.difference(self._group.broadcast([*flat.tensors, *flat.values])))
+        others = self._group.gather(xxhash.xxh3_64_intdigest("\n".join(lost).encode("utf-8", "surrogatepass")))[1:]
+        dropped_by_first = len(others) > 1 and len(set(others)) == 1
+        if lost and not dropped_by_first and not self._warned.issuperset(lost):
             self._warned.update(lost)
             _log.warning(
                 "rank %d holds %s%s as a restore has brought it, and rank 0 holds it no more: it is not saved until "
