@@ -231,6 +231,20 @@ def test_a_model_of_another_type_takes_a_cast(tmp_path: Path) -> None:
         assert torch.equal(model[0].weight, objects["model"][0].weight.bfloat16())
 
 
+def test_a_tensor_of_another_type_or_shape_is_not_said_to_be_missing_here(tmp_path: Path) -> None:
+    saved(tmp_path, model=network(), head=nn.Linear(2, 2))
+    for name, each in (("model", network(1, torch.bfloat16)), ("head", nn.Linear(2, 3))):
+        with pytest.raises(StateMismatch) as raised:
+            everstep.load_into(tmp_path, **{name: each})
+        problems = raised.value.problems
+        assert len({problem.split()[0] for problem in problems}) == len(problems)
+        assert "nothing here has it" not in str(raised.value)
+    wider = nn.Sequential(*network(1, torch.bfloat16), nn.Linear(2, 2))
+    with pytest.raises(StateMismatch) as raised:
+        everstep.load_into(tmp_path, model=wider)
+    assert "model.3.weight is not in the checkpoint" in raised.value.problems
+
+
 def test_a_model_that_ranks_have_sharded_is_whole_again(tmp_path: Path) -> None:
     ranks.run(2, save_sharded, tmp_path)
     whole = network()
