@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 from typing import Any
@@ -250,3 +251,40 @@ def _let_samples_meet(rank: int) -> str:
         return likely_squeezed(output - output.mean(0, keepdim=True), target)
 
     return say(lambda: cut(Net(), loss, given=(batch(0)[0], (batch(0)[1][:, 0] > 0).double()), microbatches=2))
+
+
+class Shortcut(nn.Module):  # type: ignore[misc]
+    """Asks torch for a tensor that it has already, in training only, as the blocks of U-Nets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Any) -> Any:
+        if self.training:
+            x = x.contiguous().to(self.layer.weight.dtype)
+        return self.layer(x)
+
+
+class Skipping(Net):
+    """Uses what it gives to a module again, behind it."""
+
+    def forward(self, x: Any) -> Any:
+        x = self.one(x)
+        return self.two(self.between(x).tanh() * x)
+
+
+def _skip(rank: int) -> list[float]:
+    one = Skipping(Shortcut())
+    with cut(copy.deepcopy(one)) as run:
+        own = run.step(*batch(0)).loss
+        wanted = squared(one(batch(0)[0]), batch(0)[1])
+        wanted.backward()
+        right = dict(one.named_parameters())
+        apart = [float((each.grad - right[name].grad).abs().max()) for name, each in run.named_parameters()]
+        return [own - float(wanted), *apart]
+
+
+def test_what_a_module_is_given_and_torch_returns_as_it_is_may_be_used_around_the_module() -> None:
+    for apart in ranks.run(2, _skip):
+        assert max(map(abs, apart)) < 1e-12, apart

@@ -37,8 +37,10 @@ from everstep.pipeline.frontend.refs import (
     Weight,
     describe_odd_result,
     holds_more,
+    iterate_references,
     make_template,
 )
+from everstep.pipeline.frontend.renames import Renames
 from everstep.pipeline.frontend.sizes import Sizes
 from everstep.pipeline.frontend.writes import only_reads_statistics
 
@@ -94,7 +96,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self._stack: list[Call] = []
         self._clock = 0
         self._refs: dict[int, Ref] = {}
-        self._renamed: list[tuple[int, Ref | None]] = []  # what a tensor was before it became another value
+        self._renames = Renames(self._refs)
         self._keep: list[Any] = []  # so that no two tensors have the same id
         self._made: list[Any] = []  # the tensor of each value
         self._stand_ins: dict[Ref, Any] = {}
@@ -159,7 +161,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if path is None:
             return original(module, *args, **kwargs)
         call = self._begin(module, path, args, kwargs)
-        buffers, parameters, renamed = dict(module._buffers), dict(module._parameters), len(self._renamed)
+        buffers, parameters, renamed = dict(module._buffers), dict(module._parameters), len(self._renames)
         versions, guesses = self._list_versions(args, kwargs), len(self.sizes.guessed)
         fixed = self.sizes.count_fixed()
         try:
@@ -182,7 +184,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             if len(self.sizes.guessed) > guesses and not isinstance(error, CannotFollow):
                 raise GuessFailed(path) from error
             self.busy = True
-            self._forget_values(renamed)
+            self._renames.undo(renamed)
             try:
                 result = self._unseen(call, module, args, kwargs, error)
             finally:
@@ -196,6 +198,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         call.outputs = self._handed(result)
         if call.outputs is None and call is self.record.root:
             self.record.odd = describe_odd_result(result)
+        if call.outputs is not None:
+            self._renames.leave(renamed, set(iterate_references(call.outputs)))
         self.busy = False
         return result
 
@@ -259,16 +263,16 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self, name: str, func: Any, inputs: Template, result: Any, given: list[Any], made: list[Any], mutated: list[Any]
     ) -> None:
         self._clock += 1
-        owner = self._stack[-1]
+        owner, changed = self._stack[-1], frozenset(map(_get_storage_key, mutated))
         # What an operation gives is a new value even where it is the tensor that it was given: whoever uses it then
         # depends on what was done in place, and dropout is the same in evaluation as in training.
         for tensor in {id(tensor): tensor for tensor in made}.values():
             if not isinstance(tensor, FakeTensor):
                 raise CannotFollow(f"{name} made a tensor that holds data")
-            self._register(tensor)
+            self._register(tensor, is_changed=_get_storage_key(tensor) in changed)
         op = Op(name, func, self._clock, owner, inputs, make_template(result, self._refer), draws=self.drawn)
         op.touches = frozenset(map(_get_storage_key, given + made))
-        op.mutates = frozenset(map(_get_storage_key, mutated))
+        op.mutates = changed
         op.grad = torch.is_grad_enabled()
         op.autocast = self.autocasts[-1] if self.autocasts else None
         op.stage = get_current_stage()
@@ -289,7 +293,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             raise CannotFollow(f"{reason}; and {failed}") from error
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._register(leaf)
+                self._register(leaf, is_changed=True)
         call.body, call.conditions, call.opaque, call.whole = [], [], reason, reason
         held = [*module.parameters(), *module.buffers()]
         call.weights = tuple(ref.name for ref in (self._refer(each) for each in held) if isinstance(ref, Weight))
@@ -346,19 +350,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
 
     # ---- tensors ----
 
-    def _register(self, tensor: Any) -> None:
-        self._renamed.append((id(tensor), self._refs.get(id(tensor))))
-        self._refs[id(tensor)] = ValueRef(len(self._made))
+    def _register(self, tensor: Any, *, is_changed: bool) -> None:
+        self._renames.add(id(tensor), ValueRef(len(self._made)), is_changed=is_changed)
         self._made.append(tensor)
-
-    def _forget_values(self, count: int) -> None:
-        """Forget all values but the first ones: their makers are not recorded. What was another before is it again."""
-        while len(self._renamed) > count:
-            number, ref = self._renamed.pop()
-            if ref is None:
-                del self._refs[number]
-            else:
-                self._refs[number] = ref
 
     def _refer(self, leaf: Any) -> Any:
         """Return the reference that stands for a leaf in a template; raise CannotFollow for a tensor of unknown
