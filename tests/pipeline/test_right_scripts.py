@@ -288,3 +288,51 @@ def _skip(rank: int) -> list[float]:
 def test_what_a_module_is_given_and_torch_returns_as_it_is_may_be_used_around_the_module() -> None:
     for apart in ranks.run(2, _skip):
         assert max(map(abs, apart)) < 1e-12, apart
+
+
+# ---- layers that do as torch's ----
+
+
+class NormAct(nn.BatchNorm1d):  # type: ignore[misc, name-defined]
+    """Batch normalisation with an activation, from a copy of torch's own forward, as libraries of image models do."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Any) -> Any:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        x = f.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return self.act(x)
+
+
+class CalledNormAct(NormAct):
+    """The same by a call of torch's."""
+
+    def forward(self, x: Any) -> Any:
+        return self.act(nn.BatchNorm1d.forward(self, x))
+
+
+def _normalise(rank: int, layer: type[nn.Module]) -> tuple[list[float], dict[str, Any]]:
+    between = nn.Sequential(nn.BatchNorm1d(HIDDEN), nn.ReLU()) if layer is nn.Sequential else layer(HIDDEN)
+    with cut(Net(between), microbatches=4) as run:
+        losses = [run.step(*batch(step)).loss for step in range(3)]
+        with torch.no_grad():
+            run.eval()
+            losses.append(run.evaluate(*batch(3)).loss)
+        state = {**dict(run.named_buffers()), **{name: each.grad for name, each in run.named_parameters()}}
+        return losses, {name.replace("between.0.", "between."): each.clone() for name, each in state.items()}
+
+
+@pytest.mark.parametrize("layer", [NormAct, CalledNormAct])
+def test_a_layer_that_normalises_batches_as_torch_does_trains_as_torch_s_with_what_it_adds(
+    layer: type[nn.Module],
+) -> None:
+    for (losses, state), (wanted, expected) in zip(
+        ranks.run(2, _normalise, layer), ranks.run(2, _normalise, nn.Sequential), strict=True
+    ):
+        assert losses == wanted
+        assert ranks.same(state, expected)

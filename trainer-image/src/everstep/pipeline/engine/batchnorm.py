@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.writes import are_statistics_put_together
+from everstep.pipeline.frontend.batch_statistics import are_statistics_put_together
 
 _REASON = "a pipeline puts the statistics of batch normalisation together itself: compile without fullgraph=True"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -123,7 +123,7 @@ class RunningStatistics:
             layer._buffers[name] = torch.zeros_like(buffer)
         layer.momentum = 1.0
 
-    def _leave(self, layer: Any, _: Any, output: Any) -> None:
+    def _leave(self, layer: Any, given: Any, output: Any) -> None:
         if layer not in self._own:
             return
         mean, variance = layer.running_mean.double(), layer.running_var.double()
@@ -133,7 +133,8 @@ class RunningStatistics:
         key = layer, self._calls[layer]
         self._calls[layer] += 1
         self._most[layer] = max(self._most[layer], self._calls[layer])
-        count = output.numel() // layer.num_features
+        # A forward that is not torch's may return something smaller, as after pooling.
+        count = (given[0] if given else output).numel() // layer.num_features
         new = torch.cat([mean.new_tensor([count]), mean * count, variance * (count - 1) + mean**2 * count])
         self._sums[key] = self._sums[key] + new if key in self._sums else new
 

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.attributes import FixedAttributes
+from everstep.pipeline.frontend.batch_statistics import are_statistics_put_together
 from everstep.pipeline.frontend.record import Call, ForwardRecord, iterate_parts
 from everstep.pipeline.frontend.refs import Frame, ValueRef, iterate_references
-from everstep.pipeline.frontend.writes import are_statistics_put_together
 
 _ADVICE = "this depends on data, and code in other stages would not see it: let it return what it makes"
 

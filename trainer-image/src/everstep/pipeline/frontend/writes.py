@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.batch_statistics import are_statistics_put_together
 from everstep.pipeline.frontend.record import Call, ForwardRecord, iterate_parts
 from everstep.pipeline.frontend.refs import Weight, iterate_references
 
-_BatchNorm, _InstanceNorm = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+_InstanceNorm = nn.modules.instancenorm._InstanceNorm
 
 
 def refuse_writes(record: ForwardRecord, times: int) -> None:
@@ -78,17 +78,6 @@ def find_writes(record: ForwardRecord) -> set[str]:
         elif not (isinstance(part.owner.module, _InstanceNorm) and not part.owner.training):
             found.update(record.held[memory] for memory in part.mutates if memory in record.held)
     return {name for name in found if not _is_put_together(record.root.module, name)}
-
-
-def are_statistics_put_together(module: nn.Module) -> bool:
-    """Tell whether the engine puts a module's running statistics together over all micro-batches.
-
-    It does for batch normalisation with torch's own forward. A layer with a forward of its own, as one that normalises
-    by its statistics in training too, or by parts of a batch, may do anything with its buffers.
-    """
-    forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
-    own = getattr(forward, "__func__", forward) is _BatchNorm.forward
-    return own and isinstance(module, _BatchNorm) and isinstance(module.running_mean, torch.Tensor)
 
 
 def only_reads_statistics(owner: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -1,0 +1,80 @@
+"""Tell which layers keep running statistics as torch's batch normalisation does: the engine puts those together.
+
+A layer with a forward of its own may do anything with its buffers. Many copy torch's, to add an activation to it. They
+are told from those that normalise by their statistics in training, or by parts of a batch, by what they do.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+_DIMENSIONS = {nn.BatchNorm1d: 2, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# Elements with which a layer is tried, and the most samples: one that takes parts of a batch may take large ones.
+_ELEMENTS, _SAMPLES = 1 << 17, 4096
+
+_tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+Effect = tuple[Any, dict[str, Any]]  # what a forward returns, and the buffers after it
+
+
+def are_statistics_put_together(module: nn.Module) -> bool:
+    """Tell whether the engine puts a module's running statistics together over all micro-batches.
+
+    It does for batch normalisation with torch's own forward, and with another one that writes what torch's would, and
+    does not compute from what was there before.
+    """
+    if not (isinstance(module, _BatchNorm) and isinstance(module.running_mean, torch.Tensor)):
+        return False
+    forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
+    if getattr(forward, "__func__", forward) is _BatchNorm.forward:
+        return True
+    if module not in _tried:
+        _tried[module] = "forward" not in vars(module) and _keeps_them_as_torch_does(module)
+    return _tried[module]
+
+
+def _keeps_them_as_torch_does(module: Any) -> bool:
+    dimensions = next((count for kind, count in _DIMENSIONS.items() if isinstance(module, kind)), None)
+    if dimensions is None or not module.track_running_stats:
+        return False
+    features = module.num_features
+    samples = max(64, min(_SAMPLES, _ELEMENTS // features))
+    shape = (samples, features, *[1] * (dimensions - 2))
+    try:
+        # While a model is recorded, what is done here is none of it.
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
+            for momentum in (1.0, 0.25):
+                own = [_find_effect(module, type(module).forward, shape, momentum, start) for start in (0.5, 2.0)]
+                for start, (result, buffers) in zip((0.5, 2.0), own, strict=True):
+                    _, wanted = _find_effect(module, _BatchNorm.forward, shape, momentum, start)
+                    if not torch.equal(result, own[0][0]) or not _are_close(buffers, wanted):
+                        return False
+    except Exception:  # whatever it is, it is not what torch's would do
+        return False
+    return True
+
+
+def _find_effect(module: Any, forward: Any, shape: tuple[int, ...], momentum: float, start: float) -> Effect:
+    """Call a forward on a copy of a module in training, whose statistics are all `start` before."""
+    torch.manual_seed(0)
+    layer = copy.deepcopy(module).to_empty(device="cpu").double().train()
+    with torch.no_grad():
+        for each in (*layer.parameters(), *layer.buffers()):
+            each.fill_(1)
+        for name in _STATISTICS[:2]:
+            layer._buffers[name].fill_(start)
+        layer.momentum = momentum
+        result = forward(layer, torch.randn(shape, dtype=torch.float64))
+    return result, dict(layer.named_buffers())
+
+
+def _are_close(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.allclose(each, wanted[name]) for name, each in found.items())
