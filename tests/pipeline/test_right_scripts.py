@@ -293,7 +293,7 @@ def test_what_a_module_is_given_and_torch_returns_as_it_is_may_be_used_around_th
 # ---- layers that do as torch's ----
 
 
-class NormAct(nn.BatchNorm1d):  # type: ignore[misc, name-defined]
+class NormAct(nn.BatchNorm1d):  # type: ignore[misc]
     """Batch normalisation with an activation, from a copy of torch's own forward, as libraries of image models do."""
 
     def __init__(self, features: int) -> None:
