@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from everstep.checkpoint.load import load_ranks
 from everstep.checkpoint.restore.restorer import NoGoodCheckpoint
 from everstep.checkpoint.state.kinds import StateMismatch
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.store.retry import Retry
+from everstep.checkpoint.store.s3 import S3Store
 from tests.checkpoint import ranks
 
 pytestmark = pytest.mark.torch
@@ -168,3 +171,10 @@ def loads_in_groups(rank: int, folder: Path) -> list[set[float]]:
 
 def test_a_process_that_has_loaded_in_another_group_loads_with_one_that_is_new(tmp_path: Path) -> None:
     assert ranks.run(3, loads_in_groups, tmp_path) == [[{2.0}] * 2, [{2.0}], [{2.0}]]
+
+
+def test_ranks_wait_for_one_whose_store_does_not_answer_until_it_has_heard_so() -> None:
+    silence = inspect.signature(S3Store).parameters["read_timeout"].default
+    retry = Retry()
+    pauses = sum(min(retry.longest, retry.first * 2**number) for number in range(retry.tries))
+    assert retry.tries * silence + pauses < load_ranks.PATIENCE_SECONDS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.checkpoint.errors import CheckpointError, RankLost  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError, RankLost, StoreError  # noqa: E402
 from everstep.checkpoint.format.manifest import ALIGN, CHUNK, HEADER  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank  # noqa: E402
 from everstep.checkpoint.state.rng import Rng  # noqa: E402
+from everstep.checkpoint.store.base import StoredObject  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.restoring import NEW, OLD, Watched, filled, model, save_both  # noqa: E402
@@ -188,6 +191,29 @@ def one_dies(rank: int, store: Path, memory: Path) -> tuple[int, ...]:
 def test_a_rank_that_dies_in_a_restore_is_named_by_the_others(tmp_path: Path) -> None:
     results = ranks.run(3, one_dies, tmp_path / "store", tmp_path / "memory", dies=[1])
     assert results == [(1,), None, (1,)]
+
+
+def asks_again(rank: int, store: Path, memory: Path) -> tuple[int, float]:
+    save_both(store)
+    dist.barrier()
+    left = [2.0] * 3
+
+    class Silent(PosixStore):
+        """Takes a while to fail a few times, as one that does not answer: longer in all than a rank is waited for."""
+
+        def list(self, prefix: str) -> Iterator[StoredObject]:
+            if left:
+                time.sleep(left.pop())
+                raise StoreError("does not answer", self.url, may_pass=True)
+            return super().list(prefix)
+
+    made = model(-1)
+    return ranks.restore(Silent(store), memory, {"model": made}, patience=5.0).step, filled(made)
+
+
+def test_while_rank_0_asks_a_silent_store_what_there_is_nobody_gives_it_up(tmp_path: Path) -> None:
+    results = ranks.run(2, asks_again, tmp_path / "store", tmp_path / "memory")
+    assert results == [(NEW.step, float(NEW.step))] * 2
 
 
 def fails_alike(rank: int, store: Path, memory: Path) -> list[str]:

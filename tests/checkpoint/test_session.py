@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import numpy as np
 import torch
 
 from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import CheckpointEvent
 from everstep.checkpoint.publish.attempts import StoreTaken, Superseded
 from everstep.checkpoint.session.checkpointer import SaveFailed
 from everstep.checkpoint.slots.slots import Slots
+from everstep.checkpoint.store.base import StoredObject
 from everstep.checkpoint.store.posix import PosixStore
 from everstep.checkpoint.writer import control
 from tests.checkpoint.sessions import Model, claim, session, steps_in, train
@@ -299,6 +301,20 @@ def test_an_older_attempt_is_refused(folder: Path) -> None:
         assert ckpt.restore(model=Model()).step == 1  # to read is no attempt
         with pytest.raises(Superseded, match=r"belongs to attempt 0000000002\.0000000001"):
             ckpt.save(2)
+
+
+@pytest.mark.parametrize("every", ["10m", "auto"])
+def test_a_run_of_a_given_attempt_begins_while_its_store_does_not_answer(
+    every: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(prefix: str) -> Iterator[StoredObject]:
+        raise StoreError("does not answer", "the store", may_pass=True)
+
+    with session(folder, attempt=(1, 1), every=every) as ckpt:
+        ckpt.restore(model=Model())
+        monkeypatch.setattr(ckpt.store, "list", fail)
+        ckpt.save(1)
+    assert steps_in(folder) == [1]
 
 
 def test_a_second_job_with_the_same_attempt_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from everstep.coordination.errors import KVStoreLost, RankLost
 from everstep.coordination.kv_store import KVStore
 
-PATIENCE = 180.0  # seconds without a sign of life; longer than any single call of a store, with its retries
+PATIENCE = 300.0  # seconds without a sign of life; longer than any single call of a store, with its retries
 
 _BEAT = 1.0  # seconds
 _SETTLE = 10.0  # seconds

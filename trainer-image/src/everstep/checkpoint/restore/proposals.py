@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -123,10 +124,12 @@ class Proposals:
         reach: bool,
         attempt: Attempt | None,
         means: Callable[[Key], bool] = lambda key: True,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         """`reach`: nodes can read each other's memory. `attempt`: of this run, if it is known. `means`: whether a
-        checkpoint may be the one that is asked for."""
+        checkpoint may be the one that is asked for. `wait`: before the store is asked again, so many seconds."""
         self._means = means
+        self._retry = Retry(tries=5, first=0.5, longest=5.0, sleep=wait)
         self._store = store
         self._nodes = topology.nodes
         self._reach = reach
@@ -200,7 +203,7 @@ class Proposals:
             StoreError: It cannot be asked, and `newest` will not do.
         """
         try:
-            return set(Retry(tries=5, first=0.5, longest=5.0)(lambda: list_candidates(self._store)))
+            return set(self._retry(lambda: list_candidates(self._store)))
         except StoreError as error:
             bad = newest not in complete or (newest, MEMORY) in self._rejected
             if newest is None or bad or not self._must_be_newest(newest, offers):

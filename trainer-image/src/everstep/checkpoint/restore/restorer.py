@@ -124,14 +124,15 @@ class Restorer:
         far as it is known; `claimed`: the one whose slots are this session's own. `run`: what the store is called, on
         the first rank of each node (see peer_server.iterate_held_slots)."""
         self._objects = objects
-        self._store = store
-        self._topology = topology
+        self._store, self._topology = store, topology
         self._consensus = consensus
         self._memory = memory
         self._options = options
         self._attempt, self._claimed, self._run = attempt, claimed, run
         self._peers = peers
-        self._proposals = Proposals(store, topology, reach=peers is not None, attempt=attempt, means=options.means)
+        self._proposals = Proposals(
+            store, topology, reach=peers is not None, attempt=attempt, means=options.means, wait=self._wait
+        )
         self._bytes = 0
         # Beyond what a store repeats by itself, a folder for one: what passes within seconds ends no restore.
         self._retry = Retry(tries=5, first=0.5, longest=5.0, sleep=self._wait)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from everstep.checkpoint.catalog.selection import Rename
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import Callback, Events, Metrics
 from everstep.checkpoint.format.keys import Attempt, Key, check_deadline, check_step
 from everstep.checkpoint.format.user_metadata import pack_metadata
@@ -446,4 +446,5 @@ class Checkpointer:
 
     def _learn_failures(self) -> None:
         if self._trigger.auto and self._asked.times.time_between_failures is None:
-            self._trigger.between_failures = estimate_mean_time_between_failures(*claiming.read_history(self.store))
+            with contextlib.suppress(StoreError):  # a store that is away keeps no run from going on by its memory
+                self._trigger.between_failures = estimate_mean_time_between_failures(*claiming.read_history(self.store))
