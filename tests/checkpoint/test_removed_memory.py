@@ -23,22 +23,30 @@ from tests.checkpoint.writers import until  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
+def remove_tree(folder: Path) -> None:
+    """Remove a folder in which the writer may write meanwhile."""
+    while folder.exists():
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+            return
+
+
 def remove_slots(memory: Path) -> None:
     for slot in memory.glob("[0-9]"):
-        shutil.rmtree(slot)
+        remove_tree(slot)
 
 
 def remove_content(memory: Path) -> None:
     for path in memory.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 REMOVALS: dict[str, Callable[[Path], None]] = {
-    "all of it": shutil.rmtree,
+    "all of it": remove_tree,
     "what is in it": remove_content,
     "its slots": remove_slots,
-    "a slot": lambda memory: shutil.rmtree(memory / "0"),
-    "its layouts": lambda memory: shutil.rmtree(memory / "layouts"),
+    "a slot": lambda memory: remove_tree(memory / "0"),
+    "its layouts": lambda memory: remove_tree(memory / "layouts"),
 }
 
 
@@ -78,7 +86,7 @@ def test_saves_of_several_ranks_go_on_when_the_memory_was_removed(tmp_path: Path
 
 def remove_parts(memory: Path) -> None:
     for part in memory.glob("[0-9]/*.part"):
-        part.unlink()
+        part.unlink(missing_ok=True)
 
 
 def remove_during(rank: int, folder: Path, moment: str, removal: str) -> tuple[list[str], list[int]]:
@@ -146,7 +154,7 @@ def save_after_writer_was_replaced(rank: int, folder: Path) -> tuple[list[str], 
         ckpt.wait()
         torch.distributed.barrier()
         if rank == 0:
-            shutil.rmtree(folder / "memory")
+            remove_tree(folder / "memory")
             mark_first_look(ckpt, folder / "looked")
         else:
             until((folder / "looked").exists, "rank 0, which waits for this rank, has looked for another writer")

@@ -218,7 +218,7 @@ def load_into(
         NoGoodCheckpoint: There are some, and none of them is good; the objects are untouched.
         StateMismatch: It is not of these objects; they are untouched.
         RestoreFailed: It was verified, and could not be read again: the objects are undefined.
-        RankLost: A rank of the mesh has died or has not called this: so long as 180 s is waited for its sign of life.
+        RankLost: A rank of the mesh has died or has not called this: for up to 300 s is waited for its sign of life.
         CheckpointError: Another rank of the mesh failed, which is named, or they were given different arguments.
     """
     if not objects:
