@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.engine.batchnorm import RunningStatistics  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.batch_statistics import are_statistics_put_together  # noqa: E402
 from everstep.pipeline.frontend.check import compare_gradients, run_stages  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
@@ -69,6 +70,80 @@ class OfParts(nn.BatchNorm1d):  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
         return torch.cat([super(OfParts, self).forward(each) for each in x.chunk(2)])
+
+
+class Renormalising(nn.BatchNorm1d):  # type: ignore[misc]
+    """Normalises by what it has once it has seen many batches, as batch renormalisation does."""
+
+    def forward(self, x: Any) -> Any:
+        made = super().forward(x)
+        return made if self.num_batches_tracked < 5000 else made + self.running_mean
+
+
+class CountingToo(nn.BatchNorm1d):  # type: ignore[misc]
+    """Writes a buffer of its own besides."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.seen += 1
+        return super().forward(x)
+
+
+class Freezable(nn.BatchNorm1d):  # type: ignore[misc]
+    """As torch's, until it is told to keep what it has; or to take parts of a batch."""
+
+    way = "torch's"
+
+    def forward(self, x: Any) -> Any:
+        if self.way == "frozen":
+            return FrozenByItself.forward(self, x)
+        return torch.cat([nn.BatchNorm1d.forward(self, each) for each in x.chunk(1 if self.way == "torch's" else 2)])
+
+
+@pytest.mark.parametrize("layer", [FrozenByItself(4), OfParts(4), Renormalising(4), CountingToo(4)])
+def test_statistics_of_layers_that_do_not_do_as_torch_s_are_not_put_together(layer: nn.Module) -> None:
+    assert are_statistics_put_together(nn.BatchNorm1d(4))
+    assert are_statistics_put_together(Freezable(4))
+    drawn = torch.get_rng_state()
+    assert not are_statistics_put_together(layer)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("way", ["frozen", "of parts"])
+def test_a_layer_that_does_no_more_as_torch_s_is_named_before_its_statistics_are_written(way: str) -> None:
+    layer, x = Freezable(4), X.flatten(0, 1)
+    statistics = RunningStatistics([layer])
+
+    def train() -> None:
+        statistics.begin(count=True)
+        layer(x=x)
+        statistics.end()
+        statistics.commit(lambda each: None)
+
+    train()
+    layer.way = way
+    with pytest.raises(PipelineError, match=r"Freezable[^@]* did not update its statistics once in each call"):
+        train()
+    torch.testing.assert_close(layer.running_mean, 0.1 * x.mean(0))
+    assert layer.num_batches_tracked == 1
+    layer.eval()
+    train()
+    assert layer.num_batches_tracked == 1
+
+
+def test_a_layer_that_tracks_no_more_keeps_its_statistics() -> None:
+    layer = nn.BatchNorm1d(4)
+    statistics = RunningStatistics([layer])
+    layer.track_running_stats = False
+    statistics.begin(count=True)
+    layer(X.flatten(0, 1))
+    statistics.end()
+    statistics.commit(lambda each: None)
+    assert layer.num_batches_tracked == 0
+    assert not layer.running_mean.any()
 
 
 def test_batch_normalisation_with_a_forward_of_its_own_has_its_buffers_and_is_refused_if_it_writes_them() -> None:

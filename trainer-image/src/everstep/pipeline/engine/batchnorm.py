@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.batch_statistics import are_statistics_put_together
+from everstep.pipeline.frontend.batch_statistics import STATISTICS, are_statistics_put_together
 
 _REASON = "a pipeline puts the statistics of batch normalisation together itself: compile without fullgraph=True"
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStatistics:
@@ -36,14 +35,16 @@ class RunningStatistics:
         self._inside, self._counting = 0, False  # how often begun; a backward may hold a recomputation
         self._calls: Counter[nn.Module] = Counter()  # in this micro-batch
         self._most: Counter[nn.Module] = Counter()  # in any
-        # Of each layer and which call of it in a micro-batch: elements of a channel, their sums, their sums of squares.
+        # Of each layer and which call of it in a micro-batch: elements of a channel, 0 if statistics were written once
+        # in each call, sums of elements, sums of their squares.
         self._sums: dict[tuple[nn.Module, int], Any] = {}
         self._own: dict[nn.Module, tuple[dict[str, Any], float | None]] = {}
         self._hooks: list[Any] = []
         for layer in self._layers:
             # Where a layer is compiled, what changes its buffers stays outside of the compiled code.
-            self._hooks.append(layer.register_forward_pre_hook(torch.compiler.disable(self._enter, reason=_REASON)))
-            self._hooks.append(layer.register_forward_hook(torch.compiler.disable(self._leave, reason=_REASON)))
+            enter, leave = (torch.compiler.disable(each, reason=_REASON) for each in (self._enter, self._leave))
+            self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+            self._hooks.append(layer.register_forward_hook(leave, with_kwargs=True))
 
     def begin(self, *, count: bool) -> None:
         """Begin the forward of a micro-batch in training; without `count` it is a recomputation."""
@@ -70,7 +71,8 @@ class RunningStatistics:
             replicas: The number of replicas, which all call it.
 
         Raises:
-            PipelineError: On all replicas, if a layer is in training on some of them only.
+            PipelineError: On all replicas, if a layer is in training on some of them only, or has not kept its
+                statistics as torch's does.
         """
         most = self._count_calls(reduce, replica, replicas)
         keys = [(layer, call) for layer, count in most.items() for call in range(max(1, count))]
@@ -80,11 +82,18 @@ class RunningStatistics:
         packed = torch.cat([self._sums[key] if key in self._sums else _do_nothing(key[0]) for key in keys])
         self._sums.clear()
         reduce(packed)
-        parts = packed.split([1 + 2 * layer.num_features for layer, _ in keys])
-        for (layer, _), part in zip(keys, parts, strict=True):
-            count = float(part[0])
+        parts = packed.split([2 + 2 * layer.num_features for layer, _ in keys])
+        counts = [part[:2].tolist() for part in parts]
+        for (layer, _), (_, odd) in zip(keys, counts, strict=True):
+            if odd:
+                raise PipelineError(
+                    f"{layer} has a forward of its own, which did not update its statistics once in each call, as it "
+                    "did before: it has frozen them, or takes parts of a batch. A pipeline puts together what is kept "
+                    "as torch's own forward keeps it; to freeze the layer, call eval() of it"
+                )
+        for (layer, _), part, (count, _) in zip(keys, parts, counts, strict=True):
             if count:
-                mean, square = (part[1:] / count).chunk(2)
+                mean, square = (part[2:] / count).chunk(2)
                 _update_running_statistics(layer, mean, (square - mean**2) * (count / (count - 1)))
 
     def _count_calls(self, reduce: Callable[[Any], None], replica: int, replicas: int) -> dict[Any, int]:
@@ -108,34 +117,36 @@ class RunningStatistics:
                 found[layer] = int(max(counts))
         return found
 
-    def _enter(self, layer: Any, given: Any) -> None:
-        if not self._inside or not layer.training:
+    def _enter(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._inside or not layer.training or not layer.track_running_stats:
             return
-        if given and given[0].numel() == layer.num_features:
+        if _find_input(args, kwargs).numel() == layer.num_features:
             raise PipelineError(
                 f"{layer} is in training, and got one value for each channel: a batch, or a replica's part of it, had "
                 "one sample, or PlanOptions(check=False) let it be cut so. Give each replica two samples at least, as "
                 "by drop_last=True in a loader, and each micro-batch"
             )
-        own = {name: layer._buffers[name] for name in _BUFFERS}
+        own = {name: layer._buffers[name] for name in STATISTICS}
         self._own[layer] = own, layer.momentum
         for name, buffer in own.items():
             layer._buffers[name] = torch.zeros_like(buffer)
         layer.momentum = 1.0
 
-    def _leave(self, layer: Any, given: Any, output: Any) -> None:
+    def _leave(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if layer not in self._own:
             return
         mean, variance = layer.running_mean.double(), layer.running_var.double()
+        # Another forward than torch's may do something else by now: its counter says so, once somebody waits for it.
+        odd = (layer.num_batches_tracked.to(mean).reshape(1) - 1).square()
         self._give_back(layer)
         if not self._counting:
             return
         key = layer, self._calls[layer]
         self._calls[layer] += 1
         self._most[layer] = max(self._most[layer], self._calls[layer])
-        # A forward that is not torch's may return something smaller, as after pooling.
-        count = (given[0] if given else output).numel() // layer.num_features
-        new = torch.cat([mean.new_tensor([count]), mean * count, variance * (count - 1) + mean**2 * count])
+        # Not of the output: a forward that is not torch's may return something smaller, as after pooling.
+        count = _find_input(args, kwargs).numel() // layer.num_features
+        new = torch.cat([mean.new_tensor([count]), odd, mean * count, variance * (count - 1) + mean**2 * count])
         self._sums[key] = self._sums[key] + new if key in self._sums else new
 
     def _give_back(self, layer: Any) -> None:
@@ -143,8 +154,12 @@ class RunningStatistics:
         layer._buffers.update(own)
 
 
+def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+
+
 def _do_nothing(layer: Any) -> Any:
-    return torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64, device=layer.running_mean.device)
+    return torch.zeros(2 + 2 * layer.num_features, dtype=torch.float64, device=layer.running_mean.device)
 
 
 def _update_running_statistics(layer: Any, mean: Any, variance: Any) -> None:

@@ -16,9 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _DIMENSIONS = {nn.BatchNorm1d: 2, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Elements with which a layer is tried, and the most samples: one that takes parts of a batch may take large ones.
 _ELEMENTS, _SAMPLES = 1 << 17, 4096
+
+# Running means and variances, and how many batches they are of: a layer may begin to use them after some thousands.
+_STARTS = ((0.5, 0), (2.0, 1_000_000))
 
 _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -52,9 +55,9 @@ def _keeps_them_as_torch_does(module: Any) -> bool:
         # While a model is recorded, what is done here is none of it.
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
             for momentum in (1.0, 0.25):
-                own = [_find_effect(module, type(module).forward, shape, momentum, start) for start in (0.5, 2.0)]
-                for start, (result, buffers) in zip((0.5, 2.0), own, strict=True):
-                    _, wanted = _find_effect(module, _BatchNorm.forward, shape, momentum, start)
+                own = [_find_effect(module, type(module).forward, shape, momentum, *start) for start in _STARTS]
+                for start, (result, buffers) in zip(_STARTS, own, strict=True):
+                    _, wanted = _find_effect(module, _BatchNorm.forward, shape, momentum, *start)
                     if not torch.equal(result, own[0][0]) or not _are_close(buffers, wanted):
                         return False
     except Exception:  # whatever it is, it is not what torch's would do
@@ -62,17 +65,19 @@ def _keeps_them_as_torch_does(module: Any) -> bool:
     return True
 
 
-def _find_effect(module: Any, forward: Any, shape: tuple[int, ...], momentum: float, start: float) -> Effect:
-    """Call a forward on a copy of a module in training, whose statistics are all `start` before."""
-    torch.manual_seed(0)
+def _find_effect(
+    module: Any, forward: Any, shape: tuple[int, ...], momentum: float, start: float, batches: int
+) -> Effect:
+    """Call a forward on a copy of a module in training, whose statistics are all `start` before, of `batches`."""
+    torch.default_generator.manual_seed(0)  # and not those of GPUs, which nobody gives their state back
     layer = copy.deepcopy(module).to_empty(device="cpu").double().train()
     with torch.no_grad():
         for each in (*layer.parameters(), *layer.buffers()):
             each.fill_(1)
-        for name in _STATISTICS[:2]:
-            layer._buffers[name].fill_(start)
+        for name, value in zip(STATISTICS, (start, start, batches), strict=True):
+            layer._buffers[name].fill_(value)
         layer.momentum = momentum
-        result = forward(layer, torch.randn(shape, dtype=torch.float64))
+        result = forward(layer, torch.randn(shape, dtype=torch.float64, device="cpu"))
     return result, dict(layer.named_buffers())
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.attributes import FixedAttributes
-from everstep.pipeline.frontend.batch_statistics import are_statistics_put_together
+from everstep.pipeline.frontend.batch_statistics import STATISTICS, are_statistics_put_together
 from everstep.pipeline.frontend.record import Call, ForwardRecord, iterate_parts
 from everstep.pipeline.frontend.refs import Frame, ValueRef, iterate_references
 
@@ -101,17 +101,22 @@ class LateWrites:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        parts = module.named_modules()
         # Statistics that a pipeline puts together are written in each micro-batch.
-        self._parts = [(path, part._buffers) for path, part in parts if not are_statistics_put_together(part)]
+        written = {path: STATISTICS for path, part in module.named_modules() if are_statistics_put_together(part)}
+        self._parts = [
+            (path, part._buffers, written.get(path, ()))
+            for path, part in module.named_modules()
+            if path not in written or not part._buffers.keys() <= set(STATISTICS)
+        ]
 
     def look(self) -> dict[tuple[str, str], tuple[Any, int]]:
         """Return the buffers and their versions, by the paths of modules and their names."""
         return {
             (path, name): (tensor, _get_version(tensor) if tensor is not None else 0)
-            for path, buffers in self._parts
+            for path, buffers, written in self._parts
             if buffers  # this is done for each micro-batch, and most modules have none
             for name, tensor in buffers.items()
+            if name not in written
         }
 
     def check(self, before: dict[tuple[str, str], tuple[Any, int]]) -> None:
