@@ -14,6 +14,7 @@ from everstep.pipeline import EngineOptions, LayoutOptions, PlanOptions, pipelin
 from tests.gpu.trainings import KIND
 
 STEPS = 3
+LAYERS = 6 if KIND == "cuda" else 2  # on a processor the tests themselves are tried, most of which is tracing
 SAMPLES, WORDS, WIDTH = 16, 12, 32
 
 
@@ -41,7 +42,7 @@ class Language(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self.embed = nn.Embedding(50, WIDTH, dtype=run.dtype)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 64, run.dropout, batch_first=True, norm_first=True, dtype=run.dtype)
-            for _ in range(6)
+            for _ in range(LAYERS)
         )
         self.norm = nn.LayerNorm(WIDTH, dtype=run.dtype)
         self.head = nn.Linear(WIDTH, 50, bias=False, dtype=run.dtype)
@@ -103,6 +104,8 @@ def run_ranks(rank: int, runs: Sequence[PipelinedRun], backend: str, folder: str
     device = torch.device(KIND, devices[rank])
     if KIND == "cuda":
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # threads of several processes would take turns on the same cores
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=len(devices))
     torch.save([train_pipeline(run, device) for run in runs], f"{folder}/{rank}.pt")
     dist.barrier()

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-import torch.multiprocessing as mp
 
 from tests.gpu.pipelined import PipelinedRun, run_ranks
+from tests.gpu.processes import start_ranks
 from tests.gpu.trainings import KIND, devices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -45,7 +45,7 @@ def spawn(
 ) -> list[list[dict[str, Any]]]:
     """Run all of it on so many processes; what each told, by rank and run."""
     folder.mkdir(parents=True)
-    mp.spawn(run_ranks, (list(runs), backend, str(folder), list(places)), nprocs=len(places), join=True)
+    start_ranks(run_ranks, (list(runs), backend, str(folder), list(places)), len(places))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(len(places))]
 
 

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-import torch.multiprocessing as mp
 
+from tests.gpu.processes import start_ranks
 from tests.gpu.ranks import train
 from tests.gpu.trainings import Training, assert_same, devices, restored, slots_folder
 
@@ -24,7 +24,7 @@ cuda_only = pytest.mark.cuda_only
 
 def ranks(folder: Path, world: int, backend: str) -> None:
     with slots_folder() as memory:
-        mp.spawn(train, (world, backend, str(folder), str(memory), 0), nprocs=world, join=True)
+        start_ranks(train, (world, backend, str(folder), str(memory), 0), world)
     meant: dict[str, torch.Tensor] = torch.load(folder / "meant.pt")
     assert_same(restored(folder / "store", Training(devices()[0]), 3), meant)
 
