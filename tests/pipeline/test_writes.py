@@ -100,7 +100,52 @@ class Freezable(nn.BatchNorm1d):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         if self.way == "frozen":
             return FrozenByItself.forward(self, x)
+        if self.way == "by its own":
+            return x - self.running_mean + 0 * nn.BatchNorm1d.forward(self, x)
         return torch.cat([nn.BatchNorm1d.forward(self, each) for each in x.chunk(1 if self.way == "torch's" else 2)])
+
+
+class InFloat32(nn.BatchNorm1d):  # type: ignore[misc]
+    """Casts what it is given, as is done for low precision."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class InFloat32ByHand(nn.BatchNorm1d):  # type: ignore[misc]
+    """The same without torch's function, and with another variance if it is told so."""
+
+    unbiased = True
+
+    def forward(self, x: Any) -> Any:
+        wide = x.float()
+        if self.training:
+            self.num_batches_tracked.add_(1)
+            self.running_mean.lerp_(wide.mean(0), self.momentum)
+            self.running_var.lerp_(wide.var(0, unbiased=self.unbiased), self.momentum)
+        mean, variance = (wide.mean(0), wide.var(0, unbiased=False)) if self.training else self.buffers()
+        return ((wide - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias).to(x.dtype)
+
+
+def test_statistics_of_layers_that_cast_to_float32_are_put_together() -> None:
+    wrong = InFloat32ByHand(4)
+    wrong.unbiased = False
+    kinds = [InFloat32(4), InFloat32(4).bfloat16(), InFloat32ByHand(4), wrong]
+    assert list(map(are_statistics_put_together, kinds)) == [True, True, True, False]
+
+
+def test_a_layer_that_begins_to_compute_from_its_statistics_has_those_of_the_step_before() -> None:
+    layer, x = Freezable(4), X.flatten(0, 1)
+    layer.running_mean.fill_(0.5)
+    statistics = RunningStatistics([layer])
+    layer.way = "by its own"
+    for part in x.chunk(2):
+        statistics.begin(count=True)
+        torch.testing.assert_close(layer(part), part - 0.5)
+        statistics.end()
+    statistics.commit(lambda each: None)
+    torch.testing.assert_close(layer.running_mean, 0.45 + 0.1 * x.mean(0))
+    assert layer.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("layer", [FrozenByItself(4), OfParts(4), Renormalising(4), CountingToo(4)])

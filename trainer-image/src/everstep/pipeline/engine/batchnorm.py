@@ -128,8 +128,9 @@ class RunningStatistics:
             )
         own = {name: layer._buffers[name] for name in STATISTICS}
         self._own[layer] = own, layer.momentum
+        # With what is in its own: a layer with another forward may compute from that by now.
         for name, buffer in own.items():
-            layer._buffers[name] = torch.zeros_like(buffer)
+            layer._buffers[name] = buffer.clone()
         layer.momentum = 1.0
 
     def _leave(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -137,7 +138,8 @@ class RunningStatistics:
             return
         mean, variance = layer.running_mean.double(), layer.running_var.double()
         # Another forward than torch's may do something else by now: its counter says so, once somebody waits for it.
-        odd = (layer.num_batches_tracked.to(mean).reshape(1) - 1).square()
+        added = layer.num_batches_tracked - self._own[layer][0]["num_batches_tracked"]
+        odd = (added.to(mean).reshape(1) - 1).square()
         self._give_back(layer)
         if not self._counting:
             return

@@ -23,6 +23,9 @@ _ELEMENTS, _SAMPLES = 1 << 17, 4096
 # Running means and variances, and how many batches they are of: a layer may begin to use them after some thousands.
 _STARTS = ((0.5, 0), (2.0, 1_000_000))
 
+# In double, where both differ by rounding only; layers that cast what they are given to float32 cannot be tried there.
+_TYPES = {torch.float64: (1e-5, 1e-8), torch.float32: (1e-5, 1e-5)}  # with the relative and the absolute tolerance
+
 _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 Effect = tuple[Any, dict[str, Any]]  # what a forward returns, and the buffers after it
@@ -40,11 +43,12 @@ def are_statistics_put_together(module: nn.Module) -> bool:
     if getattr(forward, "__func__", forward) is _BatchNorm.forward:
         return True
     if module not in _tried:
-        _tried[module] = "forward" not in vars(module) and _keeps_them_as_torch_does(module)
+        own = "forward" not in vars(module)  # what a script puts in its place is not tried
+        _tried[module] = own and any(_keeps_them_as_torch_does(module, kind) for kind in _TYPES)
     return _tried[module]
 
 
-def _keeps_them_as_torch_does(module: Any) -> bool:
+def _keeps_them_as_torch_does(module: Any, kind: torch.dtype) -> bool:
     dimensions = next((count for kind, count in _DIMENSIONS.items() if isinstance(module, kind)), None)
     if dimensions is None or not module.track_running_stats:
         return False
@@ -55,10 +59,10 @@ def _keeps_them_as_torch_does(module: Any) -> bool:
         # While a model is recorded, what is done here is none of it.
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
             for momentum in (1.0, 0.25):
-                own = [_find_effect(module, type(module).forward, shape, momentum, *start) for start in _STARTS]
+                own = [_find_effect(module, type(module).forward, shape, kind, momentum, *start) for start in _STARTS]
                 for start, (result, buffers) in zip(_STARTS, own, strict=True):
-                    _, wanted = _find_effect(module, _BatchNorm.forward, shape, momentum, *start)
-                    if not torch.equal(result, own[0][0]) or not _are_close(buffers, wanted):
+                    _, wanted = _find_effect(module, _BatchNorm.forward, shape, kind, momentum, *start)
+                    if not torch.equal(result, own[0][0]) or not _are_close(buffers, wanted, *_TYPES[kind]):
                         return False
     except Exception:  # whatever it is, it is not what torch's would do
         return False
@@ -66,20 +70,22 @@ def _keeps_them_as_torch_does(module: Any) -> bool:
 
 
 def _find_effect(
-    module: Any, forward: Any, shape: tuple[int, ...], momentum: float, start: float, batches: int
+    module: Any, forward: Any, shape: tuple[int, ...], kind: torch.dtype, momentum: float, start: float, batches: int
 ) -> Effect:
     """Call a forward on a copy of a module in training, whose statistics are all `start` before, of `batches`."""
     torch.default_generator.manual_seed(0)  # and not those of GPUs, which nobody gives their state back
-    layer = copy.deepcopy(module).to_empty(device="cpu").double().train()
+    layer = copy.deepcopy(module).to_empty(device="cpu").to(kind).train()
     with torch.no_grad():
         for each in (*layer.parameters(), *layer.buffers()):
             each.fill_(1)
         for name, value in zip(STATISTICS, (start, start, batches), strict=True):
             layer._buffers[name].fill_(value)
         layer.momentum = momentum
-        result = forward(layer, torch.randn(shape, dtype=torch.float64, device="cpu"))
+        result = forward(layer, torch.randn(shape, dtype=kind, device="cpu"))
     return result, dict(layer.named_buffers())
 
 
-def _are_close(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.allclose(each, wanted[name]) for name, each in found.items())
+def _are_close(found: dict[str, Any], wanted: dict[str, Any], relative: float, absolute: float) -> bool:
+    return found.keys() == wanted.keys() and all(
+        torch.allclose(each, wanted[name], rtol=relative, atol=absolute) for name, each in found.items()
+    )
