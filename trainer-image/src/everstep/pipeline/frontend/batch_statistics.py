@@ -23,8 +23,8 @@ _ELEMENTS, _SAMPLES = 1 << 17, 4096
 # Running means and variances, and how many batches they are of: a layer may begin to use them after some thousands.
 _STARTS = ((0.5, 0), (2.0, 1_000_000))
 
-# In double, where both differ by rounding only; layers that cast what they are given to float32 cannot be tried there.
-_TYPES = {torch.float64: (1e-5, 1e-8), torch.float32: (1e-5, 1e-5)}  # with the relative and the absolute tolerance
+# The types in which a layer is tried, with the absolute tolerance: a layer that casts to float32 fails in double.
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-5}
 
 _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -39,16 +39,21 @@ def are_statistics_put_together(module: nn.Module) -> bool:
     """
     if not (isinstance(module, _BatchNorm) and isinstance(module.running_mean, torch.Tensor)):
         return False
-    forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
-    if getattr(forward, "__func__", forward) is _BatchNorm.forward:
+    if not has_own_forward(module):
         return True
     if module not in _tried:
-        own = "forward" not in vars(module)  # what a script puts in its place is not tried
-        _tried[module] = own and any(_keeps_them_as_torch_does(module, kind) for kind in _TYPES)
+        is_of_class = "forward" not in vars(module)  # what a script puts in its place is not tried
+        _tried[module] = is_of_class and any(_keeps_them_as_torch_does(module, dtype) for dtype in _TOLERANCES)
     return _tried[module]
 
 
-def _keeps_them_as_torch_does(module: Any, kind: torch.dtype) -> bool:
+def has_own_forward(module: nn.Module) -> bool:
+    """Tell whether batch normalisation runs another forward than torch's, compiled or not."""
+    forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
+    return getattr(forward, "__func__", forward) is not _BatchNorm.forward
+
+
+def _keeps_them_as_torch_does(module: Any, dtype: torch.dtype) -> bool:
     dimensions = next((count for kind, count in _DIMENSIONS.items() if isinstance(module, kind)), None)
     if dimensions is None or not module.track_running_stats:
         return False
@@ -59,10 +64,10 @@ def _keeps_them_as_torch_does(module: Any, kind: torch.dtype) -> bool:
         # While a model is recorded, what is done here is none of it.
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
             for momentum in (1.0, 0.25):
-                own = [_find_effect(module, type(module).forward, shape, kind, momentum, *start) for start in _STARTS]
+                own = [_find_effect(module, type(module).forward, shape, dtype, momentum, *start) for start in _STARTS]
                 for start, (result, buffers) in zip(_STARTS, own, strict=True):
-                    _, wanted = _find_effect(module, _BatchNorm.forward, shape, kind, momentum, *start)
-                    if not torch.equal(result, own[0][0]) or not _are_close(buffers, wanted, *_TYPES[kind]):
+                    _, wanted = _find_effect(module, _BatchNorm.forward, shape, dtype, momentum, *start)
+                    if not torch.equal(result, own[0][0]) or not _are_close(buffers, wanted, _TOLERANCES[dtype]):
                         return False
     except Exception:  # whatever it is, it is not what torch's would do
         return False
@@ -70,22 +75,22 @@ def _keeps_them_as_torch_does(module: Any, kind: torch.dtype) -> bool:
 
 
 def _find_effect(
-    module: Any, forward: Any, shape: tuple[int, ...], kind: torch.dtype, momentum: float, start: float, batches: int
+    module: Any, forward: Any, shape: tuple[int, ...], dtype: torch.dtype, momentum: float, start: float, batches: int
 ) -> Effect:
     """Call a forward on a copy of a module in training, whose statistics are all `start` before, of `batches`."""
     torch.default_generator.manual_seed(0)  # and not those of GPUs, which nobody gives their state back
-    layer = copy.deepcopy(module).to_empty(device="cpu").to(kind).train()
+    layer = copy.deepcopy(module).to_empty(device="cpu").to(dtype).train()
     with torch.no_grad():
         for each in (*layer.parameters(), *layer.buffers()):
             each.fill_(1)
         for name, value in zip(STATISTICS, (start, start, batches), strict=True):
             layer._buffers[name].fill_(value)
         layer.momentum = momentum
-        result = forward(layer, torch.randn(shape, dtype=kind, device="cpu"))
+        result = forward(layer, torch.randn(shape, dtype=dtype, device="cpu"))
     return result, dict(layer.named_buffers())
 
 
-def _are_close(found: dict[str, Any], wanted: dict[str, Any], relative: float, absolute: float) -> bool:
+def _are_close(found: dict[str, Any], wanted: dict[str, Any], absolute: float) -> bool:
     return found.keys() == wanted.keys() and all(
-        torch.allclose(each, wanted[name], rtol=relative, atol=absolute) for name, each in found.items()
+        torch.allclose(each, wanted[name], rtol=1e-5, atol=absolute) for name, each in found.items()
     )
