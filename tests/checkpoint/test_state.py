@@ -252,7 +252,8 @@ def test_what_does_not_fit_is_named_before_anything_is_touched() -> None:
     problems = restore(flat, {"model": wide})
     assert "model.body.0.weight has shape [4, 4] in the checkpoint, [5, 5] here" in problems
     assert all(torch.equal(wide.state_dict()[name], tensor) for name, tensor in before.items())
-    assert restore(flat, {"model": Net().bfloat16()})[0].endswith("is float32 in the checkpoint, bfloat16 here")
+    other_type = restore(flat, {"model": Net().bfloat16()})[0]
+    assert other_type.endswith("is float32 in the checkpoint, bfloat16 here (cast=True casts it)")
     assert restore(flat, {"model": nn.Linear(1, 1)})[0] == "model.weight is not in the checkpoint"
     with torch.device("meta"):
         assert "meta device" in restore(flat, {"model": Net()})[0]

@@ -261,7 +261,9 @@ def describe_misfit(saved: StoredTensor, tensor: torch.Tensor, casts: Casts = NO
     if saved.shape != tuple(tensor.shape):
         return f"has shape {list(saved.shape)} in the checkpoint, {list(tensor.shape)} here"
     if saved.dtype != dtype_name(tensor.dtype) and not casts.allows(getattr(torch, saved.dtype), tensor.dtype):
-        return f"is {saved.dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
+        can_cast = Casts(cast=True).allows(getattr(torch, saved.dtype), tensor.dtype)
+        advice = " (cast=True casts it)" if can_cast else ""
+        return f"is {saved.dtype} in the checkpoint, {dtype_name(tensor.dtype)} here{advice}"
     return None
 
 
