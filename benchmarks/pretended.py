@@ -18,6 +18,7 @@ from e2e.harness import JOBS, Cluster, Object, training_job, wait
 
 T = TypeVar("T")
 PARALLEL = 50
+PATIENCE, SLOWEST = 300.0, 20.0  # seconds for some pods to run or to go, and pods for each of which there is more time
 NOT_FOUND = 404
 TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
 ONLY_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -65,7 +66,7 @@ class PodWatch:
                 if self._stop.is_set():
                     return
 
-    def wait(self, count: int, timeout: float = 300) -> None:
+    def wait(self, count: int, timeout: float = PATIENCE) -> None:
         if not self.sees(count, timeout):
             raise AssertionError(f"only {len(self.running)} of {count} pods Running after {timeout:.0f} s")
 
@@ -132,21 +133,22 @@ def post(cluster: Cluster, path: str, bodies: Iterable[Object]) -> None:
 @contextmanager
 def started(cluster: Cluster, create: Create, jobs: int, pods: int) -> Iterator[tuple[str, float]]:
     """Everything Running: the namespace and the seconds it took; gone afterwards, with all that it held."""
+    patience = PATIENCE + jobs * pods / SLOWEST
     with cluster.namespace(f"scale{next(_numbers)}", **LABELS) as name:
         watch = PodWatch(cluster, name)
         try:
             began = time.monotonic()
             create(cluster, name, jobs, pods)
-            watch.wait(jobs * pods)
+            watch.wait(jobs * pods, patience)
             yield name, time.monotonic() - began
         finally:
             watch.end()
-            clear(cluster, name)
+            clear(cluster, name, patience=patience)
     # What removes thousands of events and endpoints would be a part of the next measurement.
-    wait(lambda: cluster.get(f"/api/v1/namespaces/{name}") is None, 300, f"namespace {name} gone", every=0.5)
+    wait(lambda: cluster.get(f"/api/v1/namespaces/{name}") is None, patience, f"namespace {name} gone", every=0.5)
 
 
-def clear(cluster: Cluster, namespace: str, owners: Iterable[str] = ()) -> None:
+def clear(cluster: Cluster, namespace: str, owners: Iterable[str] = (), patience: float = PATIENCE) -> None:
     """Whole collections at once: a deletion for each pod would take as long as what is measured.
 
     Services go first: each pod that goes would have a list of a thousand addresses written again. Jobs are suspended
@@ -158,6 +160,7 @@ def clear(cluster: Cluster, namespace: str, owners: Iterable[str] = ()) -> None:
         namespace: The namespace that is cleared.
         owners: Paths of the kinds that other controllers make Jobs and pods from, the highest first. They go before
             all others.
+        patience: The seconds that the pods may take to go.
     """
     core = f"/api/v1/namespaces/{namespace}"
     for owner in owners:
@@ -173,7 +176,7 @@ def clear(cluster: Cluster, namespace: str, owners: Iterable[str] = ()) -> None:
             cluster.request("DELETE", f"{core}/pods", {"gracePeriodSeconds": 0})
         return not cluster.items(f"{core}/pods", limit="1")
 
-    wait(none, 300, f"pods of {namespace} gone", every=0.2)
+    wait(none, patience, f"pods of {namespace} gone", every=0.2)
     for kind in kinds:
         cluster.request("DELETE", kind, {"propagationPolicy": "Background"})
 

@@ -1,4 +1,4 @@
-"""A thousand pods on pretended nodes: how fast they run, and what that asks of the API server."""
+"""Thousands of pods on pretended nodes: how fast they run, and what that asks of the API server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.audit import AuditLog
 from benchmarks.measure import REPEATS, Row, alternate
 from benchmarks.pretended import Create, bare, in_parallel, indexed, ours, started, timed
 from benchmarks.processor import read_processor_seconds
-from benchmarks.weight import idle, operator_process, rss_5000, settle
+from benchmarks.weight import idle, measure_memory, operator_process, settle
 from e2e.cluster import backend, kwok
 from e2e.cluster.controlplane_flags import ClientLimits
 from e2e.harness import Cluster, Object
@@ -37,6 +37,9 @@ class Shape:
 
 
 SHAPES = {"1x1000": Shape(1, 1000, 2.3, 2.0), "100x10": Shape(100, 10, 3.5, 2.5)}
+# Jobs and pods of each, and rounds: until ten thousand pods run and are gone again, five minutes and more go by.
+LARGEST = {"1x2000": (1, 2000, REPEATS), "10x1000": (10, 1000, 1)}
+MEMORY = {"operator-rss-5000": (10, 500, 150), "operator-rss-10000": (10, 1000, 300)}  # jobs, pods of each, MiB
 NAMES = (
     "requests-per-pod-1x1000",
     "requests-per-pod-100x10",
@@ -47,19 +50,20 @@ NAMES = (
     "scale-100x10",
     "scale-raised-1x1000",
     "scale-raised-100x10",
-    "operator-rss-5000",
+    *(f"scale-{name}" for name in LARGEST),
+    *MEMORY,
     "operator-idle",
 )
 
 
-def scale(cluster: Cluster, name: str, shape: Shape, floor: Create, target: float, strict: bool) -> Row:
-    row = Row(name, "s", target, strict=strict)
+def scale(cluster: Cluster, row: Row, jobs: int, pods: int, floor: Create, repeats: int = REPEATS) -> Row:
     for create in (ours, floor):  # connections and caches; a round of the real size would warm nothing more
         timed(cluster, create, 2, WARM_UP)
     return alternate(
         row,
-        lambda: timed(cluster, ours, shape.jobs, shape.pods),
-        lambda: timed(cluster, floor, shape.jobs, shape.pods),
+        lambda: timed(cluster, ours, jobs, pods),
+        lambda: timed(cluster, floor, jobs, pods),
+        repeats,
         warm_up=False,
         seconds=SECONDS,
     )
@@ -116,15 +120,20 @@ def rows(cluster: Cluster, wanted: set[str], repeats: int = REPEATS) -> Iterator
                 yield from asked
         for name, shape in SHAPES.items():
             if f"scale-{name}" in wanted:
-                yield scale(cluster, f"scale-{name}", shape, bare, 1.1, strict=False)
+                yield scale(cluster, Row(f"scale-{name}", "s", 1.1), shape.jobs, shape.pods, bare)
+        for name, (jobs, pods, rounds) in LARGEST.items():
+            if f"scale-{name}" in wanted:
+                yield scale(cluster, Row(f"scale-{name}", "s", 1.15), jobs, pods, bare, rounds)
         raised = [name for name in SHAPES if f"scale-raised-{name}" in wanted]
-        if raised or "operator-rss-5000" in wanted:
+        if raised or wanted & set(MEMORY):
             local.restart_controllers(RAISED)
             try:
                 for name in raised:
-                    yield scale(cluster, f"scale-raised-{name}", SHAPES[name], indexed, 1.0, strict=True)
-                if "operator-rss-5000" in wanted:  # about a steady state: here it is reached a minute sooner
-                    yield rss_5000(cluster)
+                    row, shape = Row(f"scale-raised-{name}", "s", 1.0, strict=True), SHAPES[name]
+                    yield scale(cluster, row, shape.jobs, shape.pods, indexed)
+                for name, (jobs, pods, most) in MEMORY.items():
+                    if name in wanted:  # about a steady state: here it is reached a minute sooner
+                        yield measure_memory(cluster, Row(name, "MiB", most, absolute=True), jobs, pods)
             finally:
                 local.restart_controllers()
         if "operator-idle" in wanted:

@@ -49,9 +49,8 @@ def _count_chunks(row: NamedSchedule, stages: int, ranks: int, microbatches: int
     chunks = stages // ranks
     if row.chunks not in (None, chunks):
         each = "one stage" if row.chunks == 1 else f"{row.chunks} stages"
-        raise PipelineError(
-            f"{row.name}: is for {each} on each rank, not {chunks}: take {row.chunks * ranks} stages, or {row.instead}"
-        )
+        needed = "one stage" if row.chunks * ranks == 1 else f"{row.chunks * ranks} stages"
+        raise PipelineError(f"{row.name}: is for {each} on each rank, not {chunks}: take {needed}, or {row.instead}")
     return chunks
 
 
