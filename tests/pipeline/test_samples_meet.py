@@ -13,10 +13,10 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as f  # noqa: E402
 
 from everstep.pipeline import PlanOptions, pipeline  # noqa: E402
-from everstep.pipeline.comparison import FirstLook, check_samples  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
+from everstep.pipeline.meeting_samples import FirstLook, check_samples  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.architectures import Mlp  # noqa: E402
@@ -167,6 +167,17 @@ def test_without_targets_the_first_micro_batch_that_has_two_samples_is_looked_at
     assert torch.equal(given, mean_of_words(Words()(tokens), targets))
     # Samples may be another dimension of the same size.
     FirstLook(lambda output, targets: output[0].sum() / 7, None, 2)(torch.randn(7, 7, 3), torch.arange(7))
+
+
+def test_labels_that_number_the_samples_of_a_batch_are_said_to_leave_micro_batches_without_them(caplog: Any) -> None:
+    given, labels = twins(8), torch.arange(8)
+
+    def compared_with_all(output: Any, targets: Any) -> Any:
+        return f.cross_entropy(output, targets)
+
+    look(Twins(compares=True), given, labels, compared_with_all)  # the step ends with torch's own error
+    assert "take 4 samples, and not 2 parts of them (IndexError: Target 2 is out of bounds.)" in caplog.text
+    assert "take microbatches=1 and one replica" in caplog.text
 
 
 def _train(rank: int, with_targets: bool) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
+from everstep.pipeline.comparison import compare_stages
 from everstep.pipeline.counted_targets import CountedTargets
 from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import batch_size
@@ -22,6 +22,7 @@ from everstep.pipeline.half import refuse_half_regions
 from everstep.pipeline.left_behind import LossUses, WatchedLoss, check_left_behind, check_second_forward
 from everstep.pipeline.loss_graph import check_loss_graph
 from everstep.pipeline.loss_state import loss_kept, refuse_state
+from everstep.pipeline.meeting_samples import FirstLook, check_samples
 from everstep.pipeline.negotiation import PipelineTerms
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.prepare import (

@@ -1,0 +1,199 @@
+"""Check before training that the loss of a batch is that of its samples."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.pipeline.engine.losses import Loss, LossPart, compute_loss
+from everstep.pipeline.engine.microbatch import Parts, batch_size
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.check import as_before, find_mixing_nodes
+from everstep.pipeline.frontend.split import node_modules
+from everstep.pipeline.frontend.trace import Traced, attributes_kept
+from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.left_behind import WatchedLoss
+from everstep.pipeline.loss_state import call_twice, refuse_state
+from everstep.pipeline.repeatable_modes import differs_in_training, evaluation_mode, repeatable_training
+from everstep.pipeline.sample_differences import (
+    Ran,
+    SampleDifference,
+    add_parts,
+    differentiate,
+    find_difference,
+    find_difference_of_many,
+    join_parts,
+    take_samples,
+)
+
+_log = logging.getLogger("everstep.pipeline")
+
+_TARGETS = "targets:"  # beside the arguments, of which none has such a name
+_IN_LOSS = "the loss takes them together, or counts something else than samples"
+_SAMPLES = 4  # of the example: the fewer there are, the more it shows that each meets fewer others
+
+
+def check_samples(
+    model: nn.Module,
+    found: Traced | Tree,
+    inputs: Mapping[str, Any],
+    targets: Any,
+    loss: Loss | None,
+    weight: Loss | None,
+    unsplit_inputs: frozenset[str],
+    microbatch: int = 0,
+    least: int = 1,
+) -> list[str]:
+    """Compare the loss of some samples with that of their halves, by the model as it evaluates; and as it trains, but
+    for dropout and batch normalisation, where it does something else then.
+
+    So are two micro-batches with each of them, without gradients: what has room for so many samples, as an expert with
+    a capacity, leaves none out where they are few.
+
+    Args:
+        model: With its weights; nothing is compared where it has none here.
+        found: The same, as it can be cut.
+        inputs: The example by the names of arguments.
+        targets: The example's; None if they are not known.
+        loss: As given to pipeline(); None to look at what the model makes of each sample, where targets are not known.
+        weight: The same.
+        unsplit_inputs: Arguments without samples.
+        microbatch: The samples of a micro-batch; `least`: the fewest that one may have.
+
+    Returns:
+        The names of the parameters that learn and of which the loss has no gradient, as far as that is known.
+
+    Raises:
+        PipelineError: They differ: a batch is more than its samples, and micro-batches would train something else.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
+    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), unsplit_inputs)
+    if any(each.device.type == "meta" for each in tensors) or not samples or samples < 2:
+        return []
+    device, count = tensors[0].device, min(samples, _SAMPLES)
+
+    def take(number: int) -> dict[str, Any]:
+        given = {**inputs, _TARGETS: targets}.items()
+        return {name: each if name in unsplit_inputs else take_samples(each, samples, number) for name, each in given}
+
+    many = min(samples, 2 * microbatch)
+    learning = [each for each in model.parameters() if each.requires_grad]
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    idle, of_learning = set(names), list[bool]()
+
+    def run(given: Mapping[str, Any], number: int, *, is_differentiated: bool = True) -> Ran:
+        here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
+        own = here.pop(_TARGETS)
+        output = Arguments(model).call(model, here)
+        if torch.is_grad_enabled():
+            of_learning[:] = [each.requires_grad for each in tensors_of(output)]
+        part = (
+            _measure_rows(output, number, of_learning)
+            if loss is None
+            else compute_loss(loss, output, own, number, weight)
+        )
+        slope = differentiate(part, learning if is_differentiated else [])
+        idle.difference_update(name for name, each in zip(names, slope, strict=False) if each is not None)
+        return map_tensors(output, torch.Tensor.detach), part, slope
+
+    def find(number: int, compare: Callable[..., SampleDifference | None]) -> SampleDifference | None:
+        try:
+            for mode in (evaluation_mode, repeatable_training) if differs_in_training(found) else (evaluation_mode,):
+                with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
+                    if (apart := compare(run, take(number), number, unsplit_inputs)) is not None:
+                        return apart
+        except PipelineError:
+            raise
+        except Exception as error:
+            _log.info("whether %s samples meet was not checked: %s: %s", number, type(error).__name__, error)
+            idle.clear()
+        return None
+
+    apart = find(count, partial(find_difference, combine=add_parts, least=least))
+    if apart is None and many > count:
+        apart = find(many, find_difference_of_many)
+    if apart is None:
+        return sorted(idle) if len(idle) < len(names) else []
+    where = "they meet in the model" if loss is None else _IN_LOSS
+    if not apart.alike:
+        some = take(apart.samples)
+        del some[_TARGETS]
+        meeting: list[str] = []
+        # Only for the names: a value whose samples are another dimension cannot be cut.
+        with contextlib.suppress(RuntimeError, PipelineError):  # as of a model that is cut for training only
+            meeting = find_mixing_nodes(node_modules(found), some, model) if isinstance(found, Traced) else []
+        where = f"they meet in the model ({', '.join(meeting[:4]) or 'where is not known'})"
+    raise apart.error(where, has_loss=loss is not None)
+
+
+def _measure_rows(output: Any, samples: int, of_learning: Sequence[bool]) -> LossPart:
+    """A number to which each sample contributes, whatever the others are: of what learns, squares, which do not cancel
+    each other out."""
+    total: Any = torch.zeros((), device="cpu")
+    for each, learns in zip(tensors_of(output), of_learning, strict=False):
+        if learns and each.dim() and len(each) == samples and not each.is_complex():
+            rows = each.reshape(samples, -1).float() if each.dtype.itemsize < 4 else each.reshape(samples, -1)
+            weights = 1.5 + torch.cos(torch.arange(rows.shape[1], device=rows.device))
+            total = total.to(rows) + (rows.square() * weights).where(rows.detach().isfinite(), 0.0).sum()
+    return LossPart(total, samples, {})
+
+
+class FirstLook:
+    """A loss that looks at the first micro-batch whether it takes samples together, where no targets were there before.
+
+    Raises:
+        PipelineError: It does, as check_samples().
+    """
+
+    def __init__(self, loss: Loss, weight: Loss | None, times: int) -> None:
+        self._loss, self._weight, self._times = loss, weight, times
+        self._looked, self._is_new = False, True
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        if self._is_new and torch.is_grad_enabled():
+            self._is_new = False
+            own = self._loss.loss if isinstance(self._loss, WatchedLoss) else self._loss
+            if (values := call_twice(own, output, targets, self._weight)) is not None:
+                refuse_state(*values, self._times)
+        if not self._looked and torch.is_grad_enabled():
+            self._look(output, targets)
+        return self._loss(output, targets)
+
+    def _look(self, output: Any, targets: Any) -> None:
+        tensors = [*tensors_of(output), *tensors_of(targets)]
+        samples = next((len(each) for each in tensors_of(targets) if each.dim()), 0)
+        # Another dimension of this size may be that of the samples: then nobody knows which one it is.
+        self._looked = samples > 1 or any(not each.dim() or each.shape.count(samples) != 1 for each in tensors)
+        if samples < 2 or any(not each.dim() or len(each) != samples for each in tensors):
+            return
+        if any(each.shape.count(samples) != 1 for each in tensors):
+            return
+        count = min(samples, _SAMPLES)
+        some = {"output": take_samples(output, samples, count), _TARGETS: take_samples(targets, samples, count)}
+
+        def run(given: Mapping[str, Any], number: int, *, is_differentiated: bool = True) -> Ran:
+            here = {key: map_tensors(each, lambda tensor: tensor.detach().clone()) for key, each in given.items()}
+            # The output is what it is: only the loss is looked at.
+            leaves = [each.requires_grad_() for each in tensors_of(here["output"]) if each.is_floating_point()]
+            part = compute_loss(self._loss, here["output"], here[_TARGETS], number, self._weight)
+            return here["output"], part, differentiate(part, leaves if is_differentiated else [])
+
+        devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
+        try:
+            with torch.random.fork_rng(sorted(devices)):
+                apart = find_difference(run, some, count, frozenset(), combine=join_parts)
+        except PipelineError:
+            raise
+        except Exception as error:
+            _log.info("whether the loss takes samples together was not checked: %s: %s", type(error).__name__, error)
+            return
+        if apart is not None:
+            raise apart.error(_IN_LOSS)

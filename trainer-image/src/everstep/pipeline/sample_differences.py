@@ -1,0 +1,234 @@
+"""Find how the loss of some samples at once differs from that of their parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.pipeline.engine.losses import LossPart
+from everstep.pipeline.engine.microbatch import compute_bounds, split_batch
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.errors import PipelineError
+
+_log = logging.getLogger("everstep.pipeline")
+
+# Relative, of losses and of gradients. A balance of experts is taken over a batch, too, and is a small part of a loss:
+# what a model returns beside what it makes of each sample may differ by that.
+_OF_SAMPLES, _OF_NUMBERS = 1e-3, 0.1
+# The losses of all words are alike before training, so that only gradients show which words count how much.
+_OF_GRADIENTS = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
+_OF_NARROW = 0.2
+
+Gradients = list[torch.Tensor | None]
+Ran = tuple[Any, LossPart, Gradients]  # an output, its loss, and what follows from that
+
+
+@dataclass(frozen=True)
+class SampleDifference:
+    """The losses of some samples, `at_once` and in `parts`. `gradients`: how far those are apart, relative to their
+    norm, where they are known; `alike`: the model makes the same of each sample."""
+
+    samples: int
+    parts: int
+    at_once: float
+    together: float
+    gradients: float | None
+    alike: bool
+
+    def error(self, where: str, *, has_loss: bool = True) -> PipelineError:
+        what = "the loss" if has_loss else "a sum of squares of what the model returns"
+        advice = (
+            "For a mean over tokens or weights, give (sum, count) or EngineOptions.loss_weight; where each sample is "
+            "compared with all others of a batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one "
+            "sample be all that are compared"
+            if has_loss
+            else "Take microbatches=1 and one replica, or give pipeline() the example's targets if the loss leaves out "
+            "what samples have to do with each other"
+        )
+        gradients = "" if self.gradients is None else f", and gradients differ by {self.gradients:.1%}"
+        return PipelineError(
+            f"{what} of {self.samples} samples is {self.at_once:.6g} at once and {self.together:.6g} in {self.parts} "
+            f"parts{gradients}, so micro-batches and replicas would train something "
+            f"else than the batch: {where}. {advice}; PlanOptions(check=False) trains it as it is"
+        )
+
+
+def find_difference(
+    run: Callable[..., Ran],
+    some: Mapping[str, Any],
+    count: int,
+    unsplit_inputs: frozenset[str],
+    *,
+    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    least: int = 1,
+) -> SampleDifference | None:
+    """Find how the loss and the gradients of halves, or of `least` samples, differ from those of all samples at once.
+
+    `combine` makes the gradient of all from those of parts. None if random numbers are drawn, which make it differ
+    anyway.
+    """
+    torch.manual_seed(0)
+    output, at_once, slope = run(some, count)
+    torch.manual_seed(1)
+    if float(run(some, count, is_differentiated=False)[1].sum.detach()) != float(at_once.sum.detach()):
+        return None
+    rounding = 8 * torch.finfo(at_once.sum.dtype).eps if at_once.sum.is_floating_point() else 0.0
+    for parts in sorted({2, max(count // least, 2)}):
+        made = _run_parts(run, some, count, parts, unsplit_inputs)
+        has_numbers, alike = _compare_rows(output, [each for each, _, _ in made], count)
+        one, other, difference = _compute_mean_losses(at_once, [part for _, part, _ in made])
+        slopes, allowed = _compare_gradients(at_once, slope, made, combine)
+        bound = _OF_NUMBERS if has_numbers and alike else 0.0
+        if difference > max(bound, _OF_SAMPLES, rounding) or slopes > max(bound, allowed):
+            return SampleDifference(count, parts, one, other, slopes, alike and not has_numbers)
+    return None
+
+
+def _run_parts(
+    run: Callable[..., Ran], some: Mapping[str, Any], count: int, parts: int, unsplit_inputs: frozenset[str]
+) -> list[Ran]:
+    split = split_batch(dict(some), count, parts, unsplit_inputs)
+    try:
+        return [
+            run(part, stop - start) for part, (start, stop) in zip(split, compute_bounds(count, parts), strict=True)
+        ]
+    except PipelineError:
+        raise
+    except Exception as error:
+        # The first step says the same of its micro-batches, and not why: there, nobody knows that more were enough.
+        _log.warning(
+            "the model and its loss take %s samples, and not %s parts of them (%s: %s): where each sample is compared "
+            "with all others of a batch, as by the labels of CLIP, micro-batches and replicas have too few of them: "
+            "take microbatches=1 and one replica",
+            count,
+            parts,
+            type(error).__name__,
+            error,
+        )
+        raise
+
+
+def find_difference_of_many(
+    run: Callable[..., Ran], some: Mapping[str, Any], count: int, unsplit_inputs: frozenset[str]
+) -> SampleDifference | None:
+    """Find how the loss of two micro-batches differs at once; None if random numbers are drawn."""
+    halves = [
+        (part, stop - start)
+        for part, (start, stop) in zip(
+            split_batch(dict(some), count, 2, unsplit_inputs), compute_bounds(count, 2), strict=True
+        )
+    ]
+    with torch.no_grad():
+        made = []
+        for seed, (part, number) in enumerate((halves[0], *halves)):
+            torch.manual_seed(seed)
+            made.append(run(part, number, is_differentiated=False))
+        if float(made.pop(0)[1].sum) != float(made[0][1].sum):
+            return None
+        output, at_once, _ = run(some, count, is_differentiated=False)
+    rounding = 8 * torch.finfo(at_once.sum.dtype).eps if at_once.sum.is_floating_point() else 0.0
+    one, other, difference = _compute_mean_losses(at_once, [part for _, part, _ in made])
+    outputs = [each for each, _, _ in made]
+    has_numbers, alike = _compare_rows(output, outputs, count)
+    meet = _differ_in_rows(output, outputs, count)
+    least = _OF_NUMBERS if has_numbers and alike else _OF_SAMPLES
+    if difference > (rounding if meet else max(least, rounding)):
+        return SampleDifference(count, 2, one, other, None, alike=alike and not has_numbers and not meet)
+    return None
+
+
+def differentiate(part: LossPart, sources: Sequence[torch.Tensor]) -> Gradients:
+    """The gradients of a loss; none where it has none, or where they cannot be taken in evaluation, as by cuDNN."""
+    if not part.sum.requires_grad or not sources:
+        return []
+    try:
+        return list(torch.autograd.grad(part.sum, sources, allow_unused=True))
+    except RuntimeError as error:
+        _log.info("gradients of samples were not compared: %s", error)
+        return []
+
+
+def _compare_gradients(
+    at_once: LossPart,
+    slope: Gradients,
+    made: Sequence[Ran],
+    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+) -> tuple[float, float]:
+    """Return how far the gradients of the mean loss are apart, and how far rounding may bring them, by their norm."""
+    total = sum(float(part.count) for _, part, _ in made)
+    if not total or not float(at_once.count) or any(len(each) != len(slope) for _, _, each in made):
+        return 0.0, 0.0
+    apart, norm, allowed = 0.0, 0.0, 0.0
+    for one, *parts in zip(slope, *(each for _, _, each in made), strict=True):
+        given = [each for each in parts if each is not None]  # None of an expert without words
+        if one is None or not given:
+            continue
+        wanted, found = one / float(at_once.count), combine(given) / total
+        if wanted.shape != found.shape:
+            continue
+        apart += float((wanted - found).abs().double().square().sum())
+        norm += float(wanted.abs().double().square().sum())
+        allowed = max(allowed, _OF_GRADIENTS.get(one.dtype, _OF_NARROW))
+    return (apart / norm) ** 0.5 if norm else 0.0, allowed
+
+
+def add_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(parts)).sum(0)
+
+
+def join_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts))
+
+
+def take_samples(given: Any, samples: int, count: int) -> Any:
+    """The first of some samples."""
+    return map_tensors(given, lambda tensor: tensor[:count] if tensor.dim() and len(tensor) == samples else tensor)
+
+
+def _compare_rows(output: Any, halves: Sequence[Any], count: int) -> tuple[bool, bool]:
+    """Tell whether a model returns something beside what it makes of each sample, and whether that of the halves is
+    what it made of the samples at once."""
+    ones, others = tensors_of(output), [tensors_of(half) for half in halves]
+    if any(len(each) != len(ones) for each in others):
+        return True, False
+    has_numbers, alike = False, True
+    for one, *parts in zip(ones, *others, strict=True):
+        if not one.dim() or len(one) != count or any(part.shape[1:] != one.shape[1:] for part in parts):
+            has_numbers, alike = True, alike and not one.dim()
+        else:
+            alike = alike and _are_equal(one, torch.cat(parts))
+    return has_numbers, alike
+
+
+def _differ_in_rows(output: Any, halves: Sequence[Any], count: int) -> bool:
+    """Tell whether a model makes another thing of a sample where there are more."""
+    for one, *parts in zip(tensors_of(output), *map(tensors_of, halves), strict=False):
+        is_of_samples = one.dim() and len(one) == count and all(part.shape[1:] == one.shape[1:] for part in parts)
+        if is_of_samples and sum(map(len, parts)) == count and not _are_equal(one, torch.cat(parts)):
+            return True
+    return False
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors differ by rounding only, relative to the largest number."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return bool(torch.equal(one, other))
+    one, other = one.detach(), other.detach()
+    finite = one[one.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    tolerance = 1e-6 if one.dtype in (torch.float64, torch.complex128) else max(5e-3, 8 * torch.finfo(one.dtype).eps)
+    return bool(torch.allclose(one, other, rtol=0.0, atol=tolerance * largest, equal_nan=True))
+
+
+def _compute_mean_losses(at_once: LossPart, made: Sequence[LossPart]) -> tuple[float, float, float]:
+    """The loss at once, that of the parts together, and how far they are apart, relative to the largest of them."""
+    parts = [(float(part.sum.detach()), float(part.count)) for part in (at_once, *made)]
+    total, count = (sum(each) for each in zip(*parts[1:], strict=True))
+    if not parts[0][1] or not count:
+        return 0.0, 0.0, 0.0
+    one, two = parts[0][0] / parts[0][1], total / count
+    return one, two, abs(one - two) / max([*(abs(sum_ / of) for sum_, of in parts if of), 1e-12])
