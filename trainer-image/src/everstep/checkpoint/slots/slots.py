@@ -363,7 +363,7 @@ class Slots:
         name = hashlib.sha256(text).hexdigest()[:32]
         path = self._layout_path(name)
         try:
-            if not path.exists():
+            if not path.exists() or path.read_bytes() != text:  # a damaged one would fail each save
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 replace_file(path, text)
         except OSError as error:
