@@ -219,16 +219,16 @@ class Sized(nn.Module):  # type: ignore[misc]
         super()._load_from_state_dict(state, prefix, *more)
 
 
-def test_a_module_that_takes_another_size_gets_it(tmp_path: Path) -> None:
-    save(tmp_path, model=nn.ModuleList([Sized(5), nn.Linear(2, 2)]))
-    for how in ("restore", "into"):
-        other = nn.ModuleList([Sized(), nn.Linear(2, 2)])
-        if how == "into":
-            everstep.load_into(tmp_path, model=other)
-        else:
-            ranks.restore(tmp_path, tmp_path / "memory", {"model": other})
-        assert other[0].highest.tolist() == [0, 1, 2, 3, 4]
-        assert other[0].kept.tolist() == [0, 1, 2, 3, 4]
+@pytest.mark.parametrize("how", ["restore", "into"])
+def test_a_module_that_takes_another_size_gets_it(how: str, tmp_path: Path) -> None:
+    save(tmp_path, model=nn.ModuleList([Sized(5), nn.Linear(2, 2)]), whole=Sized(4))
+    other, whole = nn.ModuleList([Sized(), nn.Linear(2, 2)]), Sized()
+    if how == "into":
+        everstep.load_into(tmp_path, model=other, whole=whole)
+    else:
+        ranks.restore(tmp_path, tmp_path / "memory", {"model": other, "whole": whole})
+    assert other[0].highest.tolist() == other[0].kept.tolist() == [0, 1, 2, 3, 4]
+    assert whole.highest.tolist() == whole.kept.tolist() == [0, 1, 2, 3]
     with pytest.raises(StateMismatch, match="has shape"):
         everstep.load_into(tmp_path, model=nn.ModuleList([Sized(), nn.Linear(3, 2)]))
 
@@ -245,6 +245,32 @@ def test_observers_of_each_channel_come_back(tmp_path: Path) -> None:
     other = nn.Sequential(PerChannelMinMaxObserver())
     other.load_state_dict(everstep.load(tmp_path)["model"])
     assert torch.equal(other[0].max_val, observer.max_val)
+
+
+class Listing(nn.Module):  # type: ignore[misc]
+    """Says a list of tensors in its state, as metrics that keep all that they were given do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        state[f"{prefix}seen"] = list(self.seen)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        self.seen = list(state.pop(f"{prefix}seen"))
+
+
+def test_a_list_of_tensors_that_a_module_says_is_one_in_what_is_loaded(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"one": Listing(), "other": Listing()})
+    model["one"].seen = [torch.ones(2), torch.zeros(3)]
+    save(tmp_path, model=model, metric=model["one"])
+    fresh, metric = nn.ModuleDict({"one": Listing(), "other": Listing()}), Listing()
+    fresh.load_state_dict(everstep.load(tmp_path)["model"])
+    metric.load_state_dict(everstep.load(tmp_path)["metric"])
+    assert [each.tolist() for each in fresh["one"].seen] == [[1, 1], [0, 0, 0]]
+    assert [each.tolist() for each in metric.seen] == [[1, 1], [0, 0, 0]]
+    assert fresh["other"].seen == []
 
 
 def test_a_checkpoint_that_does_not_say_versions_is_taken_for_one_of_the_module_as_it_is(tmp_path: Path) -> None:

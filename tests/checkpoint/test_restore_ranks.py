@@ -321,3 +321,21 @@ def test_what_is_in_a_dictionary_that_one_rank_holds_is_given_to_that_rank(tmp_p
     assert other == [{"epoch": 1}]
     (alone,) = ranks.run(1, keeps_a_history, tmp_path / "store", tmp_path / "memory", False)
     assert alone == one
+
+
+def cannot_say_what_it_holds(rank: int, store: Path, memory: Path) -> list[Any]:
+    """A restore in which one node finds in its memory what it cannot read."""
+    save_both(store)
+    (memory / str(rank)).mkdir(mode=0o700, parents=True)
+    if rank == 1:
+        (memory / "1" / "0").mkdir()
+        (memory / "1" / "0" / "claim.json").mkdir()
+    dist.barrier()
+    made, began = model(-1), time.monotonic()
+    with pytest.raises(CheckpointError, match=r"rank 1: slots in .*IsADirectoryError"):
+        ranks.restore(store, memory, {"model": made}, nodes=2)
+    return [filled(made), time.monotonic() - began < 10]
+
+
+def test_a_node_that_cannot_read_its_memory_is_named_on_all_ranks_at_once(tmp_path: Path) -> None:
+    assert ranks.run(2, cannot_say_what_it_holds, tmp_path / "store", tmp_path / "memory") == [[-1, True]] * 2

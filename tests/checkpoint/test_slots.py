@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -54,6 +55,20 @@ def test_a_slot_goes_from_empty_to_stored(slots: Slots) -> None:
     seen.append(slot.state)
     slot.store(key(10))
     assert [*seen, slot.state] == list(SlotState)
+
+
+@pytest.mark.parametrize("file", ["claim.json", "1.json"])
+def test_what_another_version_says_of_a_slot_counts_for_nothing(slots: Slots, file: str) -> None:
+    slots[0].claim(Claim(key(10), 2, 0, 1))
+    for local, size in enumerate(SIZES):
+        fill(slots, 0, key(10), local, size)
+    said = json.loads((slots[0].path / file).read_text())
+    for other in (said | {"later": 1}, {"key": said["key"]}, {**said, "key": "another"}, {}):
+        (slots[0].path / file).write_text(json.dumps(other))
+        assert slots[0].state is (SlotState.EMPTY if file == "claim.json" else SlotState.FILLING)
+        assert slots.whole() == []
+    slots[0].claim(Claim(key(20), 1, 0, 1))
+    assert slots[0].claimed() == Claim(key(20), 1, 0, 1)
 
 
 def test_the_node_manifest_speaks_of_the_very_bytes(slots: Slots) -> None:
@@ -295,7 +310,9 @@ def test_a_layout_is_kept_once(slots: Slots) -> None:
     boxes = layout(0, 100)
     assert slots.save_layout(boxes) == slots.save_layout(boxes)
     assert slots.layout(slots.save_layout(boxes)) == boxes
-    assert len(list((slots.directory / "layouts").iterdir())) == 1
+    [file] = (slots.directory / "layouts").iterdir()
+    file.write_text("[")
+    assert slots.layout(slots.save_layout(boxes)) == boxes, "what has been damaged is written again"
 
 
 def test_nothing_of_anybody_else_s_goes_with_the_slots(slots: Slots) -> None:

@@ -153,3 +153,18 @@ def refuse_overlap(rank: int, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="overlap_with_ddp=True, whose state cannot be saved"):
         ckpt.restore(model=model, optimizer=optimizer)
     dist.barrier()
+
+
+def load_its_own(rank: int, folder: Path) -> bool:
+    """Each rank loads by itself, and takes the state of the parameters that it holds."""
+    train(rank, folder, SAVED)
+    model, optimizer = build()
+    everstep.load_into(folder / "store", model=model, optimizer=optimizer)
+    whole = everstep.load(folder / "store")["optimizer"]["state"]
+    named = {id(param): name for name, param in model.module.named_parameters()}
+    held = {named[id(param)]: state["exp_avg"] for param, state in optimizer.optim.state.items()}
+    return 0 < len(held) < len(whole) and all(torch.equal(whole[name]["exp_avg"], each) for name, each in held.items())
+
+
+def test_load_into_fills_what_a_rank_holds(tmp_path: Path) -> None:
+    assert ranks.run(2, load_its_own, tmp_path) == [True, True]

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info  # noqa: E402
 import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
+from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
@@ -121,6 +122,47 @@ def test_a_dataset_that_counts_an_epoch_twice_is_named(tmp_path: Path, caplog: p
         save_and_resume(loader, resumed, PER_EPOCH, tmp_path)
     assert "loader: its dataset was saved at the end of an epoch" in caplog.text
     assert train(resumed, PER_EPOCH) == expected
+
+
+def make_nodes(workers: int, seed: int | None = None) -> Any:
+    """A loader of torchdata's nodes, which shuffles if it has a seed."""
+    nodes = pytest.importorskip("torchdata.nodes")
+    node = nodes.IterableWrapper(range(SIZE))
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        node = nodes.SamplerWrapper(stateful_dataloader.sampler.RandomSampler(range(SIZE), generator=generator))
+    node = nodes.ParallelMapper(node, lambda each: each, num_workers=workers) if workers else node
+    return nodes.Loader(nodes.Mapper(nodes.Batcher(node, 2), torch.tensor))
+
+
+@pytest.mark.parametrize(("step", "seed"), [(0, 3), (1, 3), (7, 3), (1, None), (7, None), (8, None), (10, None)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_nodes_goes_on_where_it_was(workers: int, step: int, seed: int | None, tmp_path: Path) -> None:
+    loader, resumed = make_nodes(workers, seed), make_nodes(workers, seed)
+    expected = train(make_nodes(workers, seed), PER_EPOCH * 2)
+    with session(tmp_path) as ckpt:
+        ckpt.restore(loader=everstep.PerRank(loader))
+        found = train(loader, step) if step else []
+        ckpt.save(step)
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(loader=everstep.PerRank(resumed)).step == step
+        ckpt.save(step + 1)  # changes nothing
+        for _ in range(2 - step // PER_EPOCH):
+            found += [batch.tolist() for batch in resumed]
+    assert found == expected
+
+
+@pytest.mark.parametrize(("workers", "others"), [(2, 1), (2, 0), (0, 2)])
+def test_another_number_of_workers_is_told_and_nothing_is_touched(workers: int, others: int, tmp_path: Path) -> None:
+    loader, resumed = make(InGenerator, workers, False), make(InGenerator, others, False)
+    train(loader, 3)
+    weights = torch.ones(2)
+    ranks.save(PosixStore(tmp_path), Key(Attempt(0, 1), 3), {"loader": everstep.PerRank(loader), "weights": weights})
+    told = rf"loader was saved with {workers} workers, and has {others} here.*num_workers={workers}"
+    objects = {"loader": everstep.PerRank(resumed), "weights": torch.zeros_like(weights)}
+    with pytest.raises(StateMismatch, match=told):
+        ranks.restore(tmp_path, tmp_path / "memory", objects)
+    assert objects["weights"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("is_stateful", [True, False])

@@ -17,6 +17,7 @@ from everstep.checkpoint.state.flat import RANK, bind_kinds
 from everstep.checkpoint.state.group_order import find_order_problems
 from everstep.checkpoint.state.kinds import WHOLE, Absent, ObjectKind, Saved, StateMismatch
 from everstep.checkpoint.state.plain import StatefulObject, StateValue
+from everstep.checkpoint.state.zero_redundancy import ZeroRedundancyObject
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ObjectFilling:
                 saved.value(name)
             self._tensors.update(kind.targets(saved, problems))
             self._kinds.append((kind, saved))
-            if kind.exclusive:
+            if kind.exclusive and not isinstance(kind, ZeroRedundancyObject):  # of which other ranks hold the rest
                 exclusive.append(f"{kind.prefix}.")
         problems += find_order_problems(self._kinds)
         self.missing = [each.name for each in problems if isinstance(each, Absent)]

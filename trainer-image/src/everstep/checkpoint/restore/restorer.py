@@ -184,8 +184,8 @@ class Restorer:
             )
         except (FileNotFoundError, NotADirectoryError):  # a writer that ends has removed them meanwhile
             return {"offer": None, "failure": None}
-        except OSError as error:  # the others wait for our message
-            return {"offer": None, "failure": f"rank {self._topology.rank}: slots in {self._memory}: {error}"}
+        except Exception as error:  # the others wait for our message
+            return {"offer": None, "failure": f"rank {self._topology.rank}: slots in {self._memory}: {error!r}"}
         return {"offer": offer, "failure": None}
 
     def _agree_on_proposal(self, offer: dict[str, Any]) -> Proposal:

@@ -13,9 +13,10 @@ from everstep.checkpoint.format.descriptions import BUILT_AMONG, is_description,
 from everstep.checkpoint.format.nested_names import find_contradiction, is_empty
 
 ADVICE = (
-    "One name is one value. If these should be equal, make them so before saving (broadcast them from one rank). "
-    "To save what one rank has, give the object as FromRank(…); to save what each rank has for itself, give it as "
-    "PerRank(…), or give different things different names."
+    "One name is one value. If these should be equal, make them so before saving (broadcast them from one rank; of "
+    "buffers under DDP, give the DDP and not the model within it). To save what one rank has, give the object as "
+    "FromRank(…); to save what each rank has for itself, give it as PerRank(…), or give different things different "
+    "names."
 )
 
 _NONE, _EMPTY = "-", "+"  # what a sum begins with, of a value in whose place another rank may hold more

@@ -9,12 +9,15 @@ import os
 import pwd
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.host.available_memory import ENLARGING
+
+T = TypeVar("T")
 
 _ATTEMPTS = 100
 MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
@@ -188,3 +191,22 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def read_record(path: Path, kind: Callable[..., T]) -> T | None:
+    """Return what a small file of a slot says of a checkpoint.
+
+    Args:
+        path: The file.
+        kind: What is made of its fields.
+
+    Returns:
+        None where there is no such file, or where it says other things: those of another version of everstep.
+    """
+    fields = read_json(path)
+    if fields is None:
+        return None
+    try:
+        return kind(**{**fields, "key": Key.parse(str(fields["key"]))})
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -48,6 +48,7 @@ from everstep.checkpoint.slots.slot_files import (
     find_size,
     list_files,
     read_json,
+    read_record,
     replace_file,
     secure_directory,
 )
@@ -159,9 +160,8 @@ class Slot:
         (self.path / "claim.json").unlink(missing_ok=True)
 
     def claimed(self) -> Claim | None:
-        """Return the claim on the slot; None when it is nobody's."""
-        fields = read_json(self.path / "claim.json")
-        return None if fields is None else Claim(**{**fields, "key": Key.parse(str(fields["key"]))})
+        """Return the claim on the slot; None when it is nobody's, or of another version of everstep."""
+        return read_record(self.path / "claim.json", Claim)
 
     def record(self, local: int, record: PartRecord) -> None:
         """Record that this local rank is done."""
@@ -170,7 +170,7 @@ class Slot:
     def has_record(self, local: int, key: Key) -> bool:
         """Tell whether a local rank is done with its part of a checkpoint."""
         fields = read_json(self.path / f"{local}.json")
-        return fields is not None and fields["key"] == str(key)
+        return fields is not None and fields.get("key") == str(key)
 
     def records(self) -> list[PartRecord] | None:
         """Return the records of all local ranks in order; None when one is not done."""
@@ -179,10 +179,10 @@ class Slot:
             return None
         found = []
         for local in range(claim.locals):
-            fields = read_json(self.path / f"{local}.json")
-            if fields is None or fields["key"] != str(claim.key):
+            record = read_record(self.path / f"{local}.json", PartRecord)
+            if record is None or record.key != claim.key:
                 return None
-            found.append(PartRecord(**{**fields, "key": claim.key}))
+            found.append(record)
         return found
 
     def complete(self, manifest: Manifest) -> None:
@@ -363,7 +363,7 @@ class Slots:
         name = hashlib.sha256(text).hexdigest()[:32]
         path = self._layout_path(name)
         try:
-            if not path.exists():
+            if not path.exists() or path.read_bytes() != text:  # a damaged one would fail each save
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 replace_file(path, text)
         except OSError as error:

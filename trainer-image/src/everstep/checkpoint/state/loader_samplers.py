@@ -20,8 +20,9 @@ _RANDOM = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 
 
 def is_loader(value: object) -> bool:
-    """Tell whether an object is a DataLoader: it begins when it is loaded, with what other objects hold by then."""
-    return is_instance(value, "torch.utils.data", "DataLoader")
+    """Tell whether an object is a DataLoader, or one of torchdata's nodes: it begins when it is loaded, with what other
+    objects hold by then."""
+    return is_instance(value, "torch.utils.data", "DataLoader") or is_instance(value, "torchdata.nodes", "Loader")
 
 
 def warn_of_random_samplers(objects: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Positions of torchdata's StatefulDataLoader: where a restored one begins, and which its state does not tell.
+"""Positions of torchdata's loaders: where a restored one begins, and which its state does not tell.
 
 Read with torchdata 0.11, whose own fields are asked for where no call of it tells.
 """
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.state.kinds import Stateful
+from everstep.checkpoint.state.kinds import Saved, Stateful
 from everstep.checkpoint.state.loaded import is_instance
 
 _log = logging.getLogger("everstep.checkpoint")
 
 _TORCHDATA = "torchdata.stateful_dataloader"
+_NODES = ("torchdata.nodes", "Loader")
 _NOTHING = object()
 
 
@@ -71,6 +72,35 @@ def check_position(loader: Any, name: str) -> None:
             )
 
 
+def is_idle(inner: object) -> bool:
+    """Tell whether an object is a loader of torchdata's nodes that has not begun, and has no position yet.
+
+    To ask it for its state makes it begin at its first item, and its samplers draw an order.
+    """
+    loader: Any = inner
+    return is_instance(inner, *_NODES) and loader._it is None and loader._next_iter_state_dict is None
+
+
+def why_other_workers(loader: Any, name: str, saved: Saved) -> str | None:
+    """Return why a loader does not take in the state of one with another number of workers; None where it does.
+
+    Args:
+        loader: Any loader.
+        name: What it is called in messages.
+        saved: Its state in the checkpoint.
+    """
+    if not _is_stateful_loader(loader) or "_iterator_finished" not in saved.values:
+        return None
+    workers = saved.value_or("_snapshot._main_snapshot._num_workers", 0)
+    if workers == loader.num_workers:
+        return None
+    return (
+        f"{name} was saved with {workers} workers, and has {loader.num_workers} here, and its state is that of its "
+        f"workers: make the loader with num_workers={workers}, or leave it out of restore(). An everstep.data.Sampler "
+        "that is given to restore() goes on where it was, with any loader"
+    )
+
+
 def begin_loader(loader: Any, name: str) -> None:
     """Bring a loader to the position that it was given.
 
@@ -79,14 +109,27 @@ def begin_loader(loader: Any, name: str) -> None:
     script's own iteration goes on with what that has begun.
 
     Args:
-        loader: Any DataLoader with a state_dict(), that has loaded one.
+        loader: Any loader with a state_dict(), that has loaded one.
         name: What it is called in messages.
     """
+    if is_instance(loader, *_NODES):
+        _begin_nodes(loader)
+        return
     state = loader.state_dict()
     if _misses_a_draw(loader):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if _is_stateful_loader(loader) and not loader.num_workers and loader._iterator._finished:
         _end_iteration(loader, state, name)
+
+
+def _begin_nodes(loader: Any) -> None:
+    """Bring a loader of torchdata's nodes to the position that it was given.
+
+    It keeps that for the iteration that begins next, and passes it over where it was asked for its state before that.
+    """
+    loader._iter_for_state_dict = False
+    iter(loader)
+    loader._iter_for_state_dict = True  # the script's own iteration goes on with what has begun
 
 
 def _end_iteration(loader: Any, state: dict[str, Any], name: str) -> None:

@@ -12,6 +12,7 @@ from everstep.checkpoint.state.module_metadata import find_unusual, set_metadata
 from everstep.checkpoint.state.structure import KIND, build_structure
 
 EXTRA_STATE = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
+_ITEM = re.compile(r"\.(?=[#\[(])")  # before what no name within a module is: an item of a list that a module says
 
 
 def build_module_state(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -21,20 +22,19 @@ def build_module_state(leaves: Mapping[str, Any], descriptions: Mapping[str, Any
         leaves: By their names below the module.
         descriptions: Of the module and of what is in it, by their names below it.
     """
-    extra = {name for name in leaves if EXTRA_STATE.search(name)}
-    tensors = {names.to_module(name): leaf for name, leaf in leaves.items() if name not in extra}
-    state = OrderedDict(tensors | _build_extra_states(leaves, extra, descriptions))
+    nested: dict[str, dict[str, Any]] = {}  # by the key that it has in the state
+    tensors: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        if EXTRA_STATE.search(name):
+            head, _, rest = f"{name}.".partition("_extra_state.")
+            nested.setdefault(f"{head}_extra_state", {})[rest.removesuffix(".")] = leaf
+        elif found := _ITEM.search(name):
+            nested.setdefault(name[: found.start()], {})[name[found.end() :]] = leaf
+        else:
+            tensors[names.to_module(name)] = leaf
+    state = OrderedDict(tensors)
+    for name, each in nested.items():
+        state[names.to_module(name)] = build_structure(each, descriptions.get(names.join_segments(name, KIND)))
     if (unusual := find_unusual(descriptions)) is not None:
         set_metadata(state, unusual)
     return state
-
-
-def _build_extra_states(leaves: Mapping[str, Any], extra: set[str], descriptions: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, dict[str, Any]] = {}
-    for name in extra:
-        head, _, rest = f"{name}.".partition("_extra_state.")
-        found.setdefault(f"{head}_extra_state", {})[rest.removesuffix(".")] = leaves[name]
-    return {
-        names.to_module(name): build_structure(each, descriptions.get(names.join_segments(name, KIND)))
-        for name, each in found.items()
-    }

@@ -126,7 +126,8 @@ class Modules:
         first: dict[tuple[object, ...], str] = {}  # the name by which a tensor with several was met first
         for module in self._modules:
             plain = make_unwrapping(module)
-            resizing = {names.of_module(plain(path)) for path in find_own_loading(module)}
+            # The outermost module has no name, and of_module() takes "" for a key.
+            resizing = {names.of_module(here) if (here := plain(path)) else "" for path in find_own_loading(module)}
             tied = _list_tied(module, plain)
             for key, value in module.state_dict().items():
                 name = names.of_module(plain(key))

@@ -28,7 +28,7 @@ from everstep.checkpoint.state.kinds import (
 )
 from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, set_epochs
-from everstep.checkpoint.state.loaders import begin_loader, check_position
+from everstep.checkpoint.state.loaders import begin_loader, check_position, is_idle, why_other_workers
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself, why_not_written
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, STATEFUL, VALUE, describe_structure
@@ -67,7 +67,7 @@ class StatefulObject:
         if self._step is not None and isinstance(self._inner, Stepped):
             state = self._inner.state_at(self._step)
         else:
-            state = self._inner.state_dict()
+            state = {} if is_idle(self._inner) else self._inner.state_dict()
         check_nesting(state, self.prefix)
         yield from _iterate_leaves(self.prefix, state)
         more = {"class": describe_stateful(self._inner)}
@@ -81,8 +81,11 @@ class StatefulObject:
         theirs = (saved.description or {}).get("class", {})
         if why := why_other_class(self.prefix, describe_stateful(self._inner), theirs):
             problems.append(why)
+        elif why := why_other_workers(self._inner, self.prefix, saved):
+            problems.append(why)
+            return {}
         # Only then, since for a loader it means to start its workers.
-        self._live = self._inner.state_dict() if saved.tensors else {}
+        self._live = self._inner.state_dict() if saved.tensors and not is_idle(self._inner) else {}
         if isinstance(self._live, Mapping) and "" in saved.tensors:
             problems.append(
                 f"{self.prefix} is a tensor in the checkpoint, and a {type(self._inner).__name__} here, whose state is "
@@ -112,6 +115,8 @@ class StatefulObject:
         state = with_types_of(live, _nest_as(live, saved, tensors), is_ordered=_says_order(saved))
         if is_instance(self._inner, *_SCALER) and not state:
             self.kept = [self.prefix] if self._inner.state_dict() else []
+            return
+        if is_idle(self._inner) and not state:  # as it was saved
             return
         state = share_objects(state, (saved.description or {}).get("aliases", ()))
         self.taken = with_types_of(state, state, is_ordered=True)  # an object may pop keys of what it is given
