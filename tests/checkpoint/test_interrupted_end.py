@@ -25,7 +25,13 @@ from tests.checkpoint.writers import until
 
 pytestmark = pytest.mark.torch
 
+
+def raise_timeout(*_: object) -> None:
+    raise TimeoutError("the time of the script is over")
+
+
 HANDLERS: dict[type[BaseException], Callable[..., None]] = {
+    TimeoutError: raise_timeout,
     SystemExit: lambda *_: sys.exit(0),
     KeyboardInterrupt: signal.default_int_handler,
 }
@@ -138,7 +144,7 @@ def test_whatever_else_interrupts_the_final_wait_ends_it(
     until(lambda: steps_in(folder) == [1], "what was filled is stored")
 
 
-@pytest.mark.parametrize("interrupt", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("interrupt", [SystemExit, KeyboardInterrupt, TimeoutError])
 def test_a_wait_that_is_interrupted_may_be_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]
 ) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from everstep.checkpoint.catalog.candidates import list_candidates
+from everstep.checkpoint.catalog.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError, Full
 from everstep.checkpoint.slots.slots import Claim, Slots
 from everstep.checkpoint.store.posix import PosixStore
-from everstep.checkpoint.writer import keeper
+from everstep.checkpoint.writer import keeper, storing
 from everstep.checkpoint.writer.control import WriterConfig
 from everstep.checkpoint.writer.keeper import Keeper, Save
+from everstep.checkpoint.writer.storing import Storing
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
+from tests.checkpoint.writers import until
 
 PATIENCE = 20.0
 SIZE = 20 << 20  # bytes of a save that is read back in four pieces, two at a time
@@ -138,3 +141,63 @@ def test_a_full_disk_that_takes_no_mark_gets_rid_of_what_is_not_to_be_kept(
     monkeypatch.setattr(keeper, "_MARKS_PATIENCE", 0.0)
     asyncio.run(save_two())
     assert node.steps == [20]
+
+
+class Stuck(PosixStore):
+    """The first part that is put stands still in the middle until `goes_on`, and no more is done to it once it
+    `has_ended`."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.goes_on, self.has_ended, self.is_stuck = threading.Event(), threading.Event(), threading.Event()
+
+    def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        if self.is_stuck.is_set():
+            super().put(name, data, size)
+            return
+        try:
+            super().put(name, self._stand_still(data), size)
+        finally:
+            self.has_ended.set()
+
+    def _stand_still(self, data: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for piece in data:
+            self.is_stuck.set()
+            self.goes_on.wait(PATIENCE)
+            yield piece
+
+
+def test_what_was_given_up_and_still_hangs_removes_nothing_of_what_is_stored_in_its_place(
+    quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Stuck(str(quick_path / "store"))
+    monkeypatch.setattr(keeper, "open_store", lambda url, **options: store)
+    monkeypatch.setattr(storing, "_FIRST_PAUSE", 0.0)
+    slots, told = Slots.create(quick_path / "memory", 1), list[str]()
+    slots.reserve([SIZE], 1)
+    claim = Claim(key(1), 1, 0, 1)
+    slots[0].claim(claim)
+    fill(slots, 0, claim.key, 0, SIZE, world=1)
+    config = WriterConfig(store.url, {}, str(claim.key.attempt), 0, 1, 1, (0,), commit_timeout=PATIENCE)
+
+    async def run() -> None:
+        made = Storing(
+            slots,
+            Keeper(slots, lambda slot, claim, manifest: None),
+            lambda report: told.append(report["event"]),
+            lambda: None,
+        )
+        made.start(slots[0], claim, replace(config, commit_timeout=1.0))
+        await asyncio.to_thread(store.is_stuck.wait, PATIENCE)
+        await asyncio.to_thread(until, lambda: "failed" in told, "the save is given up")
+        made.try_again(config)
+        await asyncio.to_thread(until, lambda: not made.saves, "it was tried again")
+        store.goes_on.set()
+        await asyncio.to_thread(store.has_ended.wait, PATIENCE)
+        while "saved" not in told:
+            monkeypatch.setattr(made, "_next_try", 0.0)
+            made.try_again(config)
+            await asyncio.sleep(0.01)
+        verify_checkpoint(store, claim.key)
+
+    within_patience(run())

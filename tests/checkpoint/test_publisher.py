@@ -91,6 +91,22 @@ def test_a_marker_says_nothing_of_what_was_written_after_it(store: Store, watche
     assert restored(store, tmp_path / "back") == {"model": "2", "DONE": "2"}
 
 
+def test_a_clock_that_goes_back_keeps_no_later_checkpoint_from_being_published(
+    store: Store, watched: Path, tmp_path: Path
+) -> None:
+    """A file that stays, as the settings of a model, was written by the former time."""
+    publisher = Publisher(store, watched, marker="DONE", clock=Clock())
+    for name in ("settings", "model", "DONE"):
+        (watched / name).write_text("1")
+    assert len(publisher.poll()) == 1
+    an_hour_ago = (watched / "settings").stat().st_mtime_ns - 3600 * 10**9
+    for name in ("model", "DONE"):
+        (watched / name).write_text("2")
+        os.utime(watched / name, ns=(an_hour_ago, an_hour_ago))
+    assert len(publisher.poll()) == 1
+    assert restored(store, tmp_path / "back") == {"settings": "1", "model": "2", "DONE": "2"}
+
+
 def test_a_marker_that_stays_too_old_is_told_once(store: Store, watched: Path) -> None:
     told: list[CheckpointEvent] = []
     clock = Clock()

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import everstep
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.save import planning
+from everstep.checkpoint.save.outcomes import SaveFailed
 from everstep.checkpoint.save.tensor_checksums import checksum_tensors
 from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.state.flat import Flat, flatten_objects
@@ -191,6 +192,24 @@ def test_ranks_that_differ_under_one_name_are_refused_and_saved_as_what_each_has
         assert "rank 1 has" in each["one name"]
         assert (each["per rank"], each["names of their own"]) == (True, True)
     assert not list(PosixStore(tmp_path / "one name" / "store").list("manifests/")), "nothing was committed"
+
+
+def saves_after_rejections(rank: int, folder: Path) -> list[int | None]:
+    failed: list[int | None] = []
+    ckpt = session(folder)
+    ckpt.on("failed", lambda event: failed.append(event.key.step if event.key else None))
+    ckpt.track(state={"weights": torch.full((4,), float(rank))})
+    ckpt.save(1)
+    ckpt.step(2)  # tries again, and decides that the next step does
+    ckpt.save(3)  # comes before that
+    with pytest.raises(SaveFailed, match="differs between ranks"):
+        ckpt.close()
+    return failed
+
+
+def test_what_differs_is_refused_by_each_call_that_saves_however_they_follow(tmp_path: Path) -> None:
+    assert ranks.run(2, saves_after_rejections, tmp_path) == [[1, 2, 3], [1, 2, 3]]
+    assert everstep.list_checkpoints(tmp_path / "store") == []
 
 
 def listed(rank: int) -> list[str]:

@@ -92,6 +92,19 @@ def test_repetitions_are_bounded_and_spread() -> None:
         assert bound / 2 < max(waits) <= bound
 
 
+def test_what_takes_long_to_fail_is_not_repeated_beyond_a_time() -> None:
+    calls: list[int] = []
+
+    def fail() -> None:
+        calls.append(1)
+        time.sleep(0.2)
+        raise StoreError("silent", "there", may_pass=True)
+
+    with pytest.raises(StoreError, match="silent"):
+        Retry(tries=9, first=0.001, within=0.1)(fail)
+    assert calls == [1]
+
+
 def test_what_cannot_pass_is_not_repeated() -> None:
     calls: list[int] = []
 

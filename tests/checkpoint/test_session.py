@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from everstep.checkpoint.catalog.candidates import list_candidates, verify_check
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import CheckpointEvent
 from everstep.checkpoint.publish.attempts import StoreTaken, Superseded
+from everstep.checkpoint.session import claiming
 from everstep.checkpoint.session.checkpointer import SaveFailed
 from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.base import StoredObject
@@ -314,6 +316,28 @@ def test_a_run_of_a_given_attempt_begins_while_its_store_does_not_answer(
         ckpt.restore(model=Model())
         monkeypatch.setattr(ckpt.store, "list", fail)
         ckpt.save(1)
+    assert steps_in(folder) == [1]
+
+
+@pytest.mark.parametrize("call", ["list", "put_if_absent", "read"])
+def test_a_run_begins_though_its_store_rejects_some_requests_at_first(
+    call: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claiming, "_AGAIN", replace(claiming._AGAIN, first=0.001, longest=0.001))
+    failed: list[str] = []
+
+    def fail(*args: Any) -> Any:
+        if len(failed) < 5:
+            failed.append(call)
+            raise StoreError("slow down", "the store", may_pass=True)
+        return real(*args)
+
+    with session(folder) as ckpt:
+        real = getattr(ckpt.store, call)
+        monkeypatch.setattr(ckpt.store, call, fail)
+        ckpt.track(model=Model())
+        ckpt.save(1)
+    assert len(failed) == 5
     assert steps_in(folder) == [1]
 
 

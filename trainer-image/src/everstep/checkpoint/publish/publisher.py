@@ -165,8 +165,12 @@ class Publisher:
             before = self._published.get(path)
             if written is None or (before is not None and written == _find_marker(before, self.marker)):
                 return False
-            # In a folder that is used again and again, a marker that is older than a file is that of an earlier save.
-            newer = next((file for file in contents.files if file.modified > written.modified), None)
+            # In a folder that is used again and again, a marker that is older than a file is that of an earlier save;
+            # unless the file was published before, as it is: the clock has gone back since.
+            known = () if before is None else before.files
+            newer = next(
+                (file for file in contents.files if file.modified > written.modified and file not in known), None
+            )
             if self.each is not None or newer is None:
                 return True
             if self._is_quiet(path, contents) and contents != self._told:

@@ -90,8 +90,6 @@ class SaveOutcomes:
         """Hear what the writer of this node has to say about its saves."""
         try:
             self._hear_writer(timeout_seconds)
-        except Exception:
-            raise
         except BaseException:  # of a signal's handler: what was read by then is lost, and the writer is asked for it
             self._node.ask_again()
             raise

@@ -70,7 +70,7 @@ class SaveCoordinator:
         # All deadlines are by the monotonic clock of the rank that keeps them: others may be hours away, or jump.
         self._asked: SaveRequest | None = None  # what ranks have asked for
         self._dropped = ""  # why that was dropped, until all are told
-        self._replan = False
+        self._replan = False  # rank 0: the next save needs a plan made anew
         self._wish: SaveRequest | None = None  # this rank's own request, not told yet
         self._requested: tuple[int, SaveRequest] | None = None  # the script's until it is met, and since which step
         self._step = -1  # the last one that was made
@@ -230,8 +230,6 @@ class SaveCoordinator:
             dropped=self._dropped,
         )
         self._dropped = ""
-        if save:
-            self._replan = False
         return decision
 
     def _is_wanted(self, due: bool) -> bool:
@@ -309,7 +307,6 @@ class SaveCoordinator:
             fits = not self._outcomes.in_the_way and (deadline is None or time.monotonic() - began < deadline)
         told = {"saves": fits, "step": step, "seconds": seconds, "replan": fits and self._replan}
         if fits:
-            self._replan = False
             self.trigger.start(step, time.monotonic())
         return told
 
@@ -359,6 +356,8 @@ class SaveCoordinator:
             self._requested = None
         was_planned, plans = self._planned, replan or not self._planned  # alike on all ranks
         self._planned = True
+        if plans:  # only now: after the decision that says so, a script may save by itself, by a plan made anew too
+            self._replan = False
         try:
             # They tell each other their steps while they plan.
             self.saver.take(key, plans or self._has_outgrown_plan(number, key, may_differ=step != told_step))

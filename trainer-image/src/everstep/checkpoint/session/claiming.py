@@ -24,11 +24,16 @@ from everstep.checkpoint.retention.retention import remove_uncommitted
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.slots.slots import Slots
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.writer import control
 from everstep.checkpoint.writer.control import WriterConfig
 from everstep.coordination.group import RankGroup
 
 _log = logging.getLogger("everstep.checkpoint")
+
+# What passes within seconds ends no run that begins. Others wait for rank 0 meanwhile: a store that is silent for each
+# try as long as it may be is not asked again.
+_AGAIN = Retry(tries=20, first=0.5, longest=5.0, within=30.0)
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def claim_attempt(
         CheckpointError: This very attempt has saved a later step than the one that training goes on from.
     """
     if given is None:
-        return str(attempts.claim_next_attempt(store)), attempts.run_of(store)
+        return str(_AGAIN(lambda: attempts.claim_next_attempt(store))), _AGAIN(lambda: attempts.run_of(store))
     run = ""
     try:
         attempts.claim_store(store, given, identity)
@@ -206,7 +211,7 @@ def check_is_empty(store: Store, keep_last: int) -> None:
     Raises:
         CheckpointError: The store holds checkpoints, which go when `keep_last` newer ones are saved.
     """
-    newest = next(iter(list_candidates(store)), None)
+    newest = next(iter(_AGAIN(lambda: list_candidates(store))), None)
     if newest is not None:
         raise CheckpointError(
             f"{store.url} holds a checkpoint of step {newest.step} (attempt {newest.attempt}), and track() "

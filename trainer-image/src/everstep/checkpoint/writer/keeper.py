@@ -8,16 +8,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.checkpoint.catalog.best import KeepBest
 from everstep.checkpoint.catalog.candidates import list_candidates, verify_node
 from everstep.checkpoint.catalog.manifests import read_index
 from everstep.checkpoint.catalog.verification import VerifiedCheckpoints, list_unverified_nodes, mark_node
-from everstep.checkpoint.errors import CheckpointError, Missing
+from everstep.checkpoint.errors import CheckpointError, Missing, StoreError
 from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.format.manifest import Manifest
 from everstep.checkpoint.publish import attempts, commit, fence
@@ -29,6 +29,8 @@ from everstep.checkpoint.writer.persist import Mappings, SaveProgress, store_aga
 
 _FIRST_POLL, _SLOWEST_POLL = 0.02, 2.0  # seconds
 _MARKS_PATIENCE = 30.0  # seconds
+
+T = TypeVar("T")
 
 
 class Committed(CheckpointError):
@@ -82,6 +84,7 @@ class Keeper:
         # Reading back takes as long as writing, or for ever: no save waits for it.
         self._reader = ThreadPoolExecutor(1, "tidy")
         self._turn = asyncio.Lock()
+        self._running: dict[Key, Future[Any]] = {}  # a try that was given up may hang in the store for longer
         self._tidying = asyncio.Lock()
         self._to_tidy: Save | None = None
         self._pruning: asyncio.Future[None] | None = None
@@ -116,21 +119,38 @@ class Keeper:
     async def keep(self, save: Save) -> dict[str, Any]:
         """Return the figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""
         began = time.monotonic()
-        loop = asyncio.get_running_loop()
         if save.stored is None:
             async with self._turn:
-                save.stored = await loop.run_in_executor(self._saves, partial(self._store, save))
+                save.stored = await self._run_alone(save, self._store)
             save.needs_slot = False
         size = sum(part.size for part in save.stored.parts)
         if save.claim.node == 0:
             save.doing = "waiting for the other nodes"
-            size = await loop.run_in_executor(self._saves, partial(self._commit, save))
+            size = await self._run_alone(save, self._commit)
             save.committed = True
         return {
             "bytes": size,
             "seconds": time.monotonic() - began,
             "at": time.time(),
         }
+
+    async def _run_alone(self, save: Save, work: Callable[[Save], T]) -> T:
+        """Do a part of the work on a save in a thread, unless an earlier try of the same save is still in one.
+
+        What that one removes or announces when it goes on would be this one's, which has the same names.
+
+        Raises:
+            StoreError: It is.
+        """
+        key = save.claim.key
+        if (earlier := self._running.get(key)) is not None and not earlier.done():
+            raise StoreError(f"an earlier try to store {key} still hangs", save.config.url, may_pass=True)
+        running = self._running[key] = self._saves.submit(work, save)
+        try:
+            return await asyncio.wrap_future(running)
+        finally:
+            if running.done() and self._running.get(key) is running:
+                del self._running[key]
 
     async def tidy(self, save: Save) -> None:
         """Read back what this node has stored and mark it as verified; on node 0, which has committed, wait for the
