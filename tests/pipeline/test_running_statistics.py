@@ -144,6 +144,24 @@ def test_a_layer_that_leaves_out_nothing_is_not_named(kind: Any, dtype: Any) -> 
             assert layer.num_batches_tracked == 3
 
 
+class Selecting(nn.BatchNorm1d):  # type: ignore[misc]
+    """As torch's, with a forward of its own."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, Selecting])
+@pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (16, 8, 0), (0, 0, 24)])
+def test_a_micro_batch_without_words_for_a_layer_adds_nothing(kind: Any, sizes: tuple[int, ...]) -> None:
+    """As of experts of which some get no word, where the others have some."""
+    layer, alone, x = kind(FEATURES).double(), nn.BatchNorm1d(FEATURES).double(), numbers(mean=2.0)
+    for _ in range(2):
+        train(layer, [(part,) for part in x.split(sizes)])
+        alone(x)
+    torch.testing.assert_close(layer.state_dict(), alone.state_dict(), rtol=1e-12, atol=1e-12)
+
+
 # ---- channels at the end ----
 
 

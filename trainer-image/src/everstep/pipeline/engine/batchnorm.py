@@ -40,10 +40,10 @@ class _Moments:
     squares: Any
 
     @classmethod
-    def make_empty(cls, layer: Any) -> _Moments:
+    def make_empty(cls, layer: Any, odd: Any = None) -> _Moments:
         """Return those of nothing."""
         zeros = torch.zeros(layer.num_features, dtype=torch.float64, device=layer.running_mean.device)
-        return cls(0, zeros.new_zeros(1), zeros, zeros)
+        return cls(0, zeros.new_zeros(1) if odd is None else odd, zeros, zeros)
 
     def add(self, other: _Moments) -> _Moments:
         """Return those of both together."""
@@ -185,7 +185,8 @@ class RunningStatistics:
         if layer in self._own:  # an activation checkpoint ended its call, as all that it needed was there
             self._give_back(layer)
         own = {name: layer._buffers[name] for name in STATISTICS}
-        is_looked_at = self._counting and has_own_forward(layer)  # now: it may change what it is given in place
+        # Now, as it may change what it is given in place.
+        is_looked_at = self._counting and given.numel() > 0 and has_own_forward(layer)
         self._own[layer] = _Own(own, layer.momentum, _find_mean(layer, given) if is_looked_at else None)
         for name, buffer in own.items():
             layer._buffers[name] = buffer.clone()
@@ -212,7 +213,8 @@ class RunningStatistics:
         self._most[layer] = max(self._most[layer], self._calls[layer])
         # Not of the output: a forward that is not torch's may return something smaller, as after pooling.
         count = _find_input(args, kwargs).numel() // layer.num_features
-        new = _Moments(count, odd, mean, variance * (count - 1))
+        # Of nothing, as of an expert without words, torch's layer has what it had before.
+        new = _Moments(count, odd, mean, variance * (count - 1)) if count else _Moments.make_empty(layer, odd)
         self._moments[key] = self._moments[key].add(new) if key in self._moments else new
 
     def _give_back(self, layer: Any) -> None:
