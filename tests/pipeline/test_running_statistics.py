@@ -162,6 +162,26 @@ def test_a_micro_batch_without_words_for_a_layer_adds_nothing(kind: Any, sizes: 
     torch.testing.assert_close(layer.state_dict(), alone.state_dict(), rtol=1e-12, atol=1e-12)
 
 
+class Gated(nn.BatchNorm1d):  # type: ignore[misc]
+    """Takes another tensor besides, of which it keeps nothing."""
+
+    def forward(self, input: Any, *, gate: Any = None) -> Any:
+        made = super().forward(input)
+        return made if gate is None else made * gate
+
+
+def test_statistics_are_of_the_first_argument_in_whatever_order_arguments_are_given() -> None:
+    layer, alone, x = Gated(FEATURES).double(), nn.BatchNorm1d(FEATURES).double(), numbers(mean=2.0)
+    statistics = RunningStatistics([layer])
+    for part in x.split(8):
+        statistics.begin(count=True)
+        layer(gate=part[:1].sigmoid(), input=part)
+        statistics.end()
+    statistics.commit(lambda each: None)
+    alone(x)
+    torch.testing.assert_close(layer.state_dict(), alone.state_dict(), rtol=1e-12, atol=1e-12)
+
+
 # ---- channels at the end ----
 
 

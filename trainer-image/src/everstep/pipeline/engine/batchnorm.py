@@ -8,6 +8,7 @@ keeps its momentum, and what it has written is taken apart again.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ class RunningStatistics:
     def _enter(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._inside or not layer.training or not layer.track_running_stats:
             return
-        given = _find_input(args, kwargs)
+        given = _find_input(layer, args, kwargs)
         if given.numel() == layer.num_features:
             raise PipelineError(
                 f"{layer} is in training, and got one value for each channel: a batch, or a replica's part of it, had "
@@ -212,7 +213,7 @@ class RunningStatistics:
         self._calls[layer] += 1
         self._most[layer] = max(self._most[layer], self._calls[layer])
         # Not of the output: a forward that is not torch's may return something smaller, as after pooling.
-        count = _find_input(args, kwargs).numel() // layer.num_features
+        count = _find_input(layer, args, kwargs).numel() // layer.num_features
         # Of nothing, as of an expert without words, torch's layer has what it had before.
         new = _Moments(count, odd, mean, variance * (count - 1)) if count else _Moments.make_empty(layer, odd)
         self._moments[key] = self._moments[key].add(new) if key in self._moments else new
@@ -223,7 +224,11 @@ class RunningStatistics:
         layer._buffers.update(kept.buffers)
 
 
-def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _find_input(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a layer normalises: its first argument, in whatever order arguments are given by name."""
+    if not args:
+        first = next(iter(inspect.signature(layer.forward).parameters), "")
+        args = (kwargs.get(first),)
     return next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
 
 
