@@ -100,3 +100,37 @@ def test_a_step_under_another_autocast_than_the_call_is_refused_with_what_to_do(
         assert step == evaluation
         assert "EngineOptions(precision='bf16')" in step
         assert "the step is outside of torch.autocast, but pipeline() was called inside torch.autocast with" in outside
+
+
+def _train(rank: int, how: str) -> list[float]:
+    around = torch.autocast("cpu", torch.bfloat16, enabled=how != "option")
+    precision = "full" if how == "script" else "bf16"
+    engine, losses = EngineOptions(precision=precision, heartbeat=None), []
+    plan = PlanOptions(stage_of={"2": 1}, costs="counted")
+    with around, pipeline(model(), X, squared, microbatches=2, plan=plan, engine=engine) as run:
+        for _ in range(2):
+            losses.append(run.step(X, TARGET).loss)
+            for each in run.parameters():
+                each.data.sub_(each.grad, alpha=0.2)  # which torch does not count as a write
+            losses.append(run.evaluate(X, TARGET).loss)
+    return losses
+
+
+def test_a_script_in_one_autocast_for_all_of_its_steps_trains_the_weights_of_each() -> None:
+    """Autocast keeps the copies of weights until its scope ends; a pipeline is a scope too, which a script enters with
+    it."""
+    alone, wanted = model(), []
+    for _ in range(3):
+        alone.zero_grad()
+        total = 0.0
+        for part in (slice(0, 4), slice(4, 8)):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = squared(alone(X[part]), TARGET[part]) / 2
+            loss.backward()
+            total += loss.item()
+        wanted += [total] * 2
+        for each in alone.parameters():
+            each.data.sub_(each.grad, alpha=0.2)
+    for how in ("script", "both", "option"):
+        for losses in ranks.run(2, _train, how):
+            assert losses == pytest.approx(wanted[1:5], rel=1e-5), how

@@ -8,9 +8,11 @@ keeps its momentum, and what it has written is taken apart again.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +21,54 @@ from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.batch_statistics import STATISTICS, are_statistics_put_together, has_own_forward
 
 _REASON = "a pipeline puts the statistics of batch normalisation together itself: compile without fullgraph=True"
+_ROUNDING = 1e-4  # of means of large tensors in float32, relative
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """The statistics of what a layer was given in some micro-batches.
+
+    Attributes:
+        count: The number of elements of a channel.
+        odd: Not 0 if statistics were not written once in each call.
+        mean: Of each channel.
+        squares: Of each channel the sum of the squares of what differs from its mean.
+    """
+
+    count: int
+    odd: Any
+    mean: Any
+    squares: Any
+
+    @classmethod
+    def make_empty(cls, layer: Any, odd: Any = None) -> _Moments:
+        """Return those of nothing."""
+        zeros = torch.zeros(layer.num_features, dtype=torch.float64, device=layer.running_mean.device)
+        return cls(0, zeros.new_zeros(1) if odd is None else odd, zeros, zeros)
+
+    def add(self, other: _Moments) -> _Moments:
+        """Return those of both together."""
+        count, apart = self.count + other.count, other.mean - self.mean
+        share = other.count / max(count, 1)
+        squares = self.squares + other.squares + apart.square() * (self.count * share)
+        return _Moments(count, self.odd + other.odd, self.mean + apart * share, squares)
+
+    def list_sums(self) -> Any:
+        """Return a vector of the count, `odd` and the sums of the elements."""
+        return torch.cat([self.mean.new_tensor([self.count]), self.odd, self.mean * self.count])
+
+    def find_squares(self, mean: Any) -> Any:
+        """Return the sums of the squares of what differs from this mean."""
+        return self.squares + (self.mean - mean).square() * self.count
+
+
+class _Own(NamedTuple):
+    """The buffers and the momentum of a layer that is being called with copies; and the mean of all that it was given,
+    if that is looked at."""
+
+    buffers: dict[str, Any]
+    momentum: Any
+    mean: Any
 
 
 class RunningStatistics:
@@ -36,10 +86,8 @@ class RunningStatistics:
         self._inside, self._counting = 0, False  # how often begun; a backward may hold a recomputation
         self._calls: Counter[nn.Module] = Counter()  # in this micro-batch
         self._most: Counter[nn.Module] = Counter()  # in any
-        # Of each layer and which call of it in a micro-batch: elements of a channel, 0 if statistics were written once
-        # in each call, sums of elements, sums of their squares.
-        self._sums: dict[tuple[nn.Module, int], Any] = {}
-        self._own: dict[nn.Module, tuple[dict[str, Any], float | None]] = {}
+        self._moments: dict[tuple[nn.Module, int], _Moments] = {}  # of each layer and which call of it
+        self._own: dict[nn.Module, _Own] = {}  # of layers that are being called
         self._hooks: list[Any] = []
         for layer in self._layers:
             # Where a layer is compiled, what changes its buffers stays outside of the compiled code.
@@ -80,22 +128,29 @@ class RunningStatistics:
         if not keys:
             return
         # A replica without samples has recorded nothing, or less than others; it gives zeros.
-        packed = torch.cat([self._sums[key] if key in self._sums else _do_nothing(key[0]) for key in keys])
-        self._sums.clear()
+        every = [self._moments[key] if key in self._moments else _Moments.make_empty(key[0]) for key in keys]
+        self._moments.clear()
+        packed = torch.cat([each.list_sums() for each in every])
         reduce(packed)
-        parts = packed.split([2 + 2 * layer.num_features for layer, _ in keys])
+        parts = packed.split([2 + len(each.mean) for each in every])
         counts = [part[:2].tolist() for part in parts]
         for (layer, _), (_, odd) in zip(keys, counts, strict=True):
             if odd:
                 raise PipelineError(
-                    f"{layer} has a forward of its own, which did not update its statistics once in each call, as it "
-                    "did before: it has frozen them, or takes parts of a batch. A pipeline puts together what is kept "
-                    "as torch's own forward keeps it; to freeze the layer, call eval() of it"
+                    f"{layer} has a forward of its own, which did not update its statistics once in each call with all "
+                    "that it was given, as it did before: it has frozen them, takes parts of a batch, or leaves some "
+                    "of it out, as by a mask. A pipeline puts together what is kept as torch's own forward keeps it; "
+                    "to freeze the layer, call eval() of it"
                 )
-        for (layer, _), part, (count, _) in zip(keys, parts, counts, strict=True):
+        # Squares are of what differs from the mean of all: of numbers that are large and alike, those of the numbers
+        # themselves would leave nothing but rounding, and may be negative.
+        means = [part[2:] / max(count, 1) for part, (count, _) in zip(parts, counts, strict=True)]
+        squares = torch.cat([each.find_squares(mean) for each, mean in zip(every, means, strict=True)])
+        reduce(squares)
+        variances = squares.split([len(mean) for mean in means])
+        for (layer, _), mean, square, (count, _) in zip(keys, means, variances, counts, strict=True):
             if count:
-                mean, square = (part[2:] / count).chunk(2)
-                _update_running_statistics(layer, mean, (square - mean**2) * (count / (count - 1)))
+                _update_running_statistics(layer, mean, square / (count - 1))
 
     def _count_calls(self, reduce: Callable[[Any], None], replica: int, replicas: int) -> dict[Any, int]:
         """Return the layers that are in training, and the most calls of each in a micro-batch of any replica: they may
@@ -121,14 +176,19 @@ class RunningStatistics:
     def _enter(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._inside or not layer.training or not layer.track_running_stats:
             return
-        if _find_input(args, kwargs).numel() == layer.num_features:
+        given = _find_input(layer, args, kwargs)
+        if given.numel() == layer.num_features:
             raise PipelineError(
                 f"{layer} is in training, and got one value for each channel: a batch, or a replica's part of it, had "
                 "one sample, or PlanOptions(check=False) let it be cut so. Give each replica two samples at least, as "
                 "by drop_last=True in a loader, and each micro-batch"
             )
+        if layer in self._own:  # an activation checkpoint ended its call, as all that it needed was there
+            self._give_back(layer)
         own = {name: layer._buffers[name] for name in STATISTICS}
-        self._own[layer] = own, layer.momentum
+        # Now, as it may change what it is given in place.
+        is_looked_at = self._counting and given.numel() > 0 and has_own_forward(layer)
+        self._own[layer] = _Own(own, layer.momentum, _find_mean(layer, given) if is_looked_at else None)
         for name, buffer in own.items():
             layer._buffers[name] = buffer.clone()
         if not has_own_forward(layer):
@@ -137,11 +197,15 @@ class RunningStatistics:
     def _leave(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if layer not in self._own:
             return
-        own, _ = self._own[layer]
+        kept = self._own[layer]
+        own = kept.buffers
         mean, variance = (_find_statistic(layer, name, own) for name in STATISTICS[:2])
-        # Another forward than torch's may do something else by now: its counter says so, once somebody waits for it.
+        # Another forward than torch's may do something else by now: its counter says so, or the mean of all that it was
+        # given, once somebody waits for it.
         added = layer.num_batches_tracked - own["num_batches_tracked"]
         odd = (added.to(mean).reshape(1) - 1).square()
+        if kept.mean is not None:
+            odd = odd + _is_of_others(layer, own, kept.mean, mean, variance)
         self._give_back(layer)
         if not self._counting:
             return
@@ -149,16 +213,22 @@ class RunningStatistics:
         self._calls[layer] += 1
         self._most[layer] = max(self._most[layer], self._calls[layer])
         # Not of the output: a forward that is not torch's may return something smaller, as after pooling.
-        count = _find_input(args, kwargs).numel() // layer.num_features
-        new = torch.cat([mean.new_tensor([count]), odd, mean * count, variance * (count - 1) + mean**2 * count])
-        self._sums[key] = self._sums[key] + new if key in self._sums else new
+        count = _find_input(layer, args, kwargs).numel() // layer.num_features
+        # Of nothing, as of an expert without words, torch's layer has what it had before.
+        new = _Moments(count, odd, mean, variance * (count - 1)) if count else _Moments.make_empty(layer, odd)
+        self._moments[key] = self._moments[key].add(new) if key in self._moments else new
 
     def _give_back(self, layer: Any) -> None:
-        own, layer.momentum = self._own.pop(layer)
-        layer._buffers.update(own)
+        kept = self._own.pop(layer)
+        layer.momentum = kept.momentum
+        layer._buffers.update(kept.buffers)
 
 
-def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _find_input(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a layer normalises: its first argument, in whatever order arguments are given by name."""
+    if not args:
+        first = next(iter(inspect.signature(layer.forward).parameters), "")
+        args = (kwargs.get(first),)
     return next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
 
 
@@ -166,16 +236,32 @@ def _find_statistic(layer: Any, name: str, own: dict[str, Any]) -> Any:
     """Return the mean or the variance of a micro-batch, from what a layer has made of its own buffer by its momentum:
     own + factor · (statistic - own)."""
     after, before = layer._buffers[name].double(), own[name].double()
-    factor = layer.momentum
-    if factor is None:
-        factor = 1.0 / (own["num_batches_tracked"].double() + 1)
+    factor = _find_factor(layer, own)
     if isinstance(factor, torch.Tensor) or factor not in (0, 1):
         return before + (after - before) / factor
     return after
 
 
-def _do_nothing(layer: Any) -> Any:
-    return torch.zeros(2 + 2 * layer.num_features, dtype=torch.float64, device=layer.running_mean.device)
+def _find_factor(layer: Any, own: dict[str, Any]) -> Any:
+    return 1.0 / (own["num_batches_tracked"].double() + 1) if layer.momentum is None else layer.momentum
+
+
+def _find_mean(layer: Any, given: Any) -> Any:
+    """Return the sum of the means of all channels of what a layer is given, wherever its channels are."""
+    wide = given.detach().sum(dtype=given.dtype if given.dtype == torch.float64 else torch.float32)
+    return wide.double() * (layer.num_features / given.numel())
+
+
+def _is_of_others(layer: Any, own: dict[str, Any], expected: Any, mean: Any, variance: Any) -> Any:
+    """Return a vector of 1 if a mean is not that of all that a layer was given, else of 0: how many elements a layer
+    takes that leaves some out, as by a mask, is not known."""
+    factor = _find_factor(layer, own)
+    before, after = (each.double().abs().sum() for each in (own["running_mean"], layer.running_mean))
+    kind = torch.finfo(layer.running_mean.dtype)
+    rounding = kind.eps * (before + after + kind.tiny * layer.num_features)
+    scale = _ROUNDING * (mean.abs() + variance.abs().sqrt()).sum()
+    # Times the factor: a momentum of 0 tells nothing of a mean, and changes nothing.
+    return ((expected - mean.sum()).abs() * factor > rounding + scale * factor).to(mean).reshape(1)
 
 
 def _update_running_statistics(layer: Any, mean: Any, variance: Any) -> None:

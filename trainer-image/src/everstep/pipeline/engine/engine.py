@@ -203,6 +203,7 @@ class Engine:
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
         self._cut(batch, targets, samples)
+        torch.clear_autocast_cache()  # where a script is in one scope for all steps, copies are of the weights before
         actions = self._plan(len(self._sizes), reduce)
         self._mail.begin([action for action, _ in actions], signature)
         self._values = Values(self._flow, self.rank)

@@ -7,6 +7,7 @@ are told from those that normalise by their statistics in training, or by parts 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
-_DIMENSIONS = {nn.BatchNorm1d: 2, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
+# The numbers of dimensions of what a layer may take: each is tried with channels behind the samples and at the end.
+_DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Elements with which a layer is tried, and the most samples: one that takes parts of a batch may take large ones.
 _ELEMENTS, _SAMPLES = 1 << 17, 4096
@@ -54,39 +56,49 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def _keeps_them_as_torch_does(module: Any, dtype: torch.dtype) -> bool:
-    dimensions = next((count for kind, count in _DIMENSIONS.items() if isinstance(module, kind)), None)
-    if dimensions is None or not module.track_running_stats:
+    dimensions = next((counts for kind, counts in _DIMENSIONS.items() if isinstance(module, kind)), ())
+    if not module.track_running_stats:
         return False
+    # While a model is recorded, what is done here is none of it.
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        found = [
+            _does_as_torch(module, count, place, dtype) for count in dimensions for place in sorted({1, count - 1})
+        ]
+    return True in found and False not in found
+
+
+def _does_as_torch(module: Any, dimensions: int, place: int, dtype: torch.dtype) -> bool | None:
+    """Tell whether a layer keeps its statistics as torch's does, of a tensor that has its channels in this place; None
+    if it does not take such a tensor, as most do that have their channels last."""
     features = module.num_features
-    samples = max(64, min(_SAMPLES, _ELEMENTS // features))
-    shape = (samples, features, *[1] * (dimensions - 2))
+    sizes = [size for size in range(2, 6) if size != features][: dimensions - 2]
+    samples = max(64, min(_SAMPLES, _ELEMENTS // (features * math.prod(sizes))))
+    sizes.insert(place - 1, features)
+    x = torch.randn((samples, *sizes), dtype=dtype, device="cpu", generator=torch.Generator().manual_seed(0))
+    x[: samples // 8] = 0  # as padding, which a layer may leave out
     try:
-        # While a model is recorded, what is done here is none of it.
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
-            for momentum in (1.0, 0.25):
-                own = [_find_effect(module, type(module).forward, shape, dtype, momentum, *start) for start in _STARTS]
-                for start, (result, buffers) in zip(_STARTS, own, strict=True):
-                    _, wanted = _find_effect(module, _BatchNorm.forward, shape, dtype, momentum, *start)
-                    if not torch.equal(result, own[0][0]) or not _are_close(buffers, wanted, _TOLERANCES[dtype]):
-                        return False
+        for momentum in (1.0, 0.25):
+            own = [_find_effect(module, type(module).forward, x, momentum, *start) for start in _STARTS]
+            for start, (result, buffers) in zip(_STARTS, own, strict=True):
+                _, wanted = _find_effect(module, _BatchNorm.forward, x.movedim(place, 1), momentum, *start)
+                if not torch.equal(result, own[0][0]) or not _are_close(buffers, wanted, _TOLERANCES[dtype]):
+                    return False
     except Exception:  # whatever it is, it is not what torch's would do
-        return False
+        return None
     return True
 
 
-def _find_effect(
-    module: Any, forward: Any, shape: tuple[int, ...], dtype: torch.dtype, momentum: float, start: float, batches: int
-) -> Effect:
+def _find_effect(module: Any, forward: Any, x: torch.Tensor, momentum: float, start: float, batches: int) -> Effect:
     """Call a forward on a copy of a module in training, whose statistics are all `start` before, of `batches`."""
     torch.default_generator.manual_seed(0)  # and not those of GPUs, which nobody gives their state back
-    layer = copy.deepcopy(module).to_empty(device="cpu").to(dtype).train()
+    layer = copy.deepcopy(module).to_empty(device="cpu").to(x.dtype).train()
     with torch.no_grad():
         for each in (*layer.parameters(), *layer.buffers()):
             each.fill_(1)
         for name, value in zip(STATISTICS, (start, start, batches), strict=True):
             layer._buffers[name].fill_(value)
         layer.momentum = momentum
-        result = forward(layer, torch.randn(shape, dtype=dtype, device="cpu"))
+        result = forward(layer, x.clone())
     return result, dict(layer.named_buffers())
 
 
