@@ -13,6 +13,7 @@ from rich.console import Console
 from benchmarks import local, mpi, restart, scale, start
 from benchmarks.arms import Site
 from benchmarks.barrier import Ear
+from benchmarks.ending import clean_up_on_term
 from benchmarks.measure import Row, report
 from e2e import deploy
 from e2e.cluster import backend
@@ -45,6 +46,7 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when 
     unknown = set(names or ()) - set(NAMES)
     if unknown:
         raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    clean_up_on_term()
     console = Console(width=None if sys.stdout.isatty() else 120)
     report(measured(set(names or NAMES)), console)
 

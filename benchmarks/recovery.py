@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.ending import clean_up_on_term
 from benchmarks.indexed_job import IndexedJob
 from benchmarks.interval import Interval
 from benchmarks.measure import report
@@ -100,6 +101,7 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when 
     unknown = set(names or ()) - set(ROWS)
     if unknown:
         raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    clean_up_on_term()
     console = Console(width=None if sys.stdout.isatty() else 120)
     report(measured(names or list(ROWS)), console, RESULT)
 

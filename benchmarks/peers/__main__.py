@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.barrier import Ear
+from benchmarks.ending import clean_up_on_term
 from benchmarks.measure import write
 from benchmarks.peers import at_scale, on_nodes
 from benchmarks.peers.chart import draw
@@ -36,6 +37,7 @@ def main(
     unknown = [name for name in names or () if name not in NAMES and at_scale.parse_name(name) is None]
     if unknown:
         raise typer.BadParameter(f"no row {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    clean_up_on_term()
     console = Console(width=None if sys.stdout.isatty() else 160)
     done: list[Comparison] = []
     for row in measured(names or list(NAMES), repeats):
