@@ -133,6 +133,27 @@ class InPlace(nn.BatchNorm1d):  # type: ignore[misc]
         return x.copy_(super().forward(x.clone()))
 
 
+class InItsType(nn.BatchNorm1d):  # type: ignore[misc]
+    """Computes in the type of what it is given."""
+
+    def forward(self, x: Any) -> Any:
+        mean, variance = x.mean(0), x.var(0)
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            for buffer, each in ((self.running_mean, mean), (self.running_var, variance)):
+                buffer.lerp_(each.to(buffer), self.momentum)
+        return (x - mean) / (variance + self.eps).sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_that_takes_means_in_a_type_of_16_bits_is_not_named(dtype: Any) -> None:
+    for mean, spread in ((0.0, 1.0), (50.0, 0.1), (3.0, 1.0)):
+        for samples in (24, 5000):
+            layer = InItsType(FEATURES)
+            train(layer, [(part,) for part in numbers(samples, mean=mean, spread=spread).to(dtype).split(samples // 4)])
+            assert layer.num_batches_tracked == 1
+
+
 @pytest.mark.parametrize("kind", [Masked, InPlace])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_layer_that_leaves_out_nothing_is_not_named(kind: Any, dtype: Any) -> None:

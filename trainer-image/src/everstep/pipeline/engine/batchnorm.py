@@ -64,11 +64,12 @@ class _Moments:
 
 class _Own(NamedTuple):
     """The buffers and the momentum of a layer that is being called with copies; and the mean of all that it was given,
-    if that is looked at."""
+    if that is looked at, and how far rounding may bring that away, relative."""
 
     buffers: dict[str, Any]
     momentum: Any
     mean: Any
+    rounding: float
 
 
 class RunningStatistics:
@@ -188,7 +189,10 @@ class RunningStatistics:
         own = {name: layer._buffers[name] for name in STATISTICS}
         # Now, as it may change what it is given in place.
         is_looked_at = self._counting and given.numel() > 0 and has_own_forward(layer)
-        self._own[layer] = _Own(own, layer.momentum, _find_mean(layer, given) if is_looked_at else None)
+        mean = _find_mean(layer, given) if is_looked_at else None
+        # A layer may take its mean in the type of what it is given, as within autocast.
+        rounding = max(_ROUNDING, 2 * torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0)
+        self._own[layer] = _Own(own, layer.momentum, mean, rounding)
         for name, buffer in own.items():
             layer._buffers[name] = buffer.clone()
         if not has_own_forward(layer):
@@ -205,7 +209,7 @@ class RunningStatistics:
         added = layer.num_batches_tracked - own["num_batches_tracked"]
         odd = (added.to(mean).reshape(1) - 1).square()
         if kept.mean is not None:
-            odd = odd + _is_of_others(layer, own, kept.mean, mean, variance)
+            odd = odd + _is_of_others(layer, kept, mean, variance)
         self._give_back(layer)
         if not self._counting:
             return
@@ -252,16 +256,16 @@ def _find_mean(layer: Any, given: Any) -> Any:
     return wide.double() * (layer.num_features / given.numel())
 
 
-def _is_of_others(layer: Any, own: dict[str, Any], expected: Any, mean: Any, variance: Any) -> Any:
+def _is_of_others(layer: Any, kept: _Own, mean: Any, variance: Any) -> Any:
     """Return a vector of 1 if a mean is not that of all that a layer was given, else of 0: how many elements a layer
     takes that leaves some out, as by a mask, is not known."""
-    factor = _find_factor(layer, own)
-    before, after = (each.double().abs().sum() for each in (own["running_mean"], layer.running_mean))
+    factor = _find_factor(layer, kept.buffers)
+    before, after = (each.double().abs().sum() for each in (kept.buffers["running_mean"], layer.running_mean))
     kind = torch.finfo(layer.running_mean.dtype)
     rounding = kind.eps * (before + after + kind.tiny * layer.num_features)
-    scale = _ROUNDING * (mean.abs() + variance.abs().sqrt()).sum()
+    scale = kept.rounding * (mean.abs() + variance.abs().sqrt()).sum()
     # Times the factor: a momentum of 0 tells nothing of a mean, and changes nothing.
-    return ((expected - mean.sum()).abs() * factor > rounding + scale * factor).to(mean).reshape(1)
+    return ((kept.mean - mean.sum()).abs() * factor > rounding + scale * factor).to(mean).reshape(1)
 
 
 def _update_running_statistics(layer: Any, mean: Any, variance: Any) -> None:
