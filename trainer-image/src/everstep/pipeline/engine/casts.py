@@ -32,6 +32,17 @@ def share_casts(*, is_wanted: bool) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+def forget_casts_of_script() -> None:
+    """Forget the copies of a scope that the script has entered for all of its steps: they are of earlier weights.
+
+    Not without such a scope: threads share the copies, and others may be in the middle of a step.
+    """
+    is_within = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
+    if is_within:
+        torch.clear_autocast_cache()
+
+
 def forget_stale_casts(weights: Iterable[torch.Tensor], known: int | None) -> int:
     """Forget the copies of this thread's scope if a weight was written since they were made.
 

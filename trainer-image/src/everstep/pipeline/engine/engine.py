@@ -25,7 +25,7 @@ from everstep.pipeline.engine.agreement import (
     inspect_batch,
 )
 from everstep.pipeline.engine.batchnorm import RunningStatistics
-from everstep.pipeline.engine.casts import forget_stale_casts, share_casts
+from everstep.pipeline.engine.casts import forget_casts_of_script, forget_stale_casts, share_casts
 from everstep.pipeline.engine.checks import check_arguments
 from everstep.pipeline.engine.clipping import clip_gradients
 from everstep.pipeline.engine.losses import Loss, LossPart, Total, compute_loss
@@ -138,6 +138,7 @@ class Engine:
         dropped. PipelineError on all ranks if they do not agree on it; after other errors the engine is of no use.
         """
         self._require_open()
+        forget_casts_of_script()
         if not self._batches:
             self.parameters.forget_gradients()
             self._total = Total()
@@ -153,6 +154,7 @@ class Engine:
         if self._batches:
             raise PipelineError("a step still accumulates batches: end it with step(…, last=True) before an evaluation")
         self._total = Total()
+        forget_casts_of_script()
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
             self._commit_statistics()  # of layers that are in training, as to find them anew for averaged weights
@@ -203,7 +205,6 @@ class Engine:
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
         self._cut(batch, targets, samples)
-        torch.clear_autocast_cache()  # where a script is in one scope for all steps, copies are of the weights before
         actions = self._plan(len(self._sizes), reduce)
         self._mail.begin([action for action, _ in actions], signature)
         self._values = Values(self._flow, self.rank)
