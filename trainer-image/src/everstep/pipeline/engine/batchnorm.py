@@ -30,7 +30,7 @@ class _Moments:
 
     Attributes:
         count: The number of elements of a channel.
-        odd: Not 0 if statistics were not written once in each call.
+        odd: Not 0 if statistics were not written once in each call, or are not those of all elements.
         mean: Of each channel.
         squares: Of each channel the sum of the squares of what differs from its mean.
     """
