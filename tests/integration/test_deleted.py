@@ -92,12 +92,12 @@ async def test_a_status_whose_answer_comes_after_the_jobs_deletion_leaves_no_job
 ) -> None:
     """Else the operator would go on planning for it, and make its Service and its ConfigMaps again."""
     async with watching_operator(control_plane, still_world, JOBS, monkeypatch) as (made, client):
-        apply_status, jobs = client.apply_status, made.cache.jobs
+        merge_status, jobs = client.merge_status, made.cache.jobs
         key = (still_world.namespace, "digits")
         answered = asyncio.Event()
 
         async def applying(*args: Any) -> Any:
-            answer = await apply_status(*args)
+            answer = await merge_status(*args)
             if answer["metadata"]["name"] != "digits":
                 return answer
             await still_world.client.delete(JOBS, *key, uid=answer["metadata"]["uid"])
@@ -109,7 +109,7 @@ async def test_a_status_whose_answer_comes_after_the_jobs_deletion_leaves_no_job
             answered.set()
             return answer
 
-        monkeypatch.setattr(client, "apply_status", applying)
+        monkeypatch.setattr(client, "merge_status", applying)
         await still_world.submit("digits", numNodes=1)
         async with asyncio.timeout(60):
             await answered.wait()

@@ -22,7 +22,7 @@ class StoredObjects:
         self.admission: errors.ApiError | None = None  # rejects every create, also of what is there
         self.mutate: Callable[[Any], Any] = lambda body: body  # a mutating webhook
         self.created: list[str] = []
-        self.merges = 0
+        self.merges = self.reads = 0
         self.merge_error: errors.ApiError | None = None
 
     async def create(self, resource: Any, namespace: str, body: Any, **_: Any) -> Any:
@@ -41,6 +41,7 @@ class StoredObjects:
 
     async def get(self, resource: Any, namespace: str, name: str, **_: Any) -> Any:
         assert resource.plural != "secrets"
+        self.reads += 1
         if (resource.plural, name) not in self.there:
             raise errors.NotFound(404, "NotFound", name)
         return self.there[(resource.plural, name)]
@@ -54,7 +55,11 @@ class StoredObjects:
         self.merges += 1
         if (rejection := self.merge_error or self.admission) is not None:
             raise rejection
-        spec = self.there[(resource.plural, body["metadata"]["name"])]["spec"]
+        if (name := (resource.plural, body["metadata"]["name"])) not in self.there:
+            raise errors.NotFound(404, "NotFound", name[1])
+        if self.there[name]["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"]:
+            raise errors.Conflict(409, "Conflict", "it has changed since")
+        spec = self.there[name]["spec"]
         spec["selector"] = {k: v for k, v in spec["selector"].items() if k not in body["spec"]["selector"]}
 
     async def delete(
@@ -64,3 +69,16 @@ class StoredObjects:
         if there is not None and uid in (None, there.get("metadata", {}).get("uid")):
             del self.there[(resource.plural, name)]
         return there is not None
+
+
+def merge(found: Any, change: Any) -> Any:
+    """Return what a JSON merge patch (RFC 7386) makes of an object."""
+    if not isinstance(change, dict):
+        return change
+    made = dict(found) if isinstance(found, dict) else {}
+    for name, value in change.items():
+        if value is None:
+            made.pop(name, None)
+        else:
+            made[name] = merge(made.get(name), value)
+    return made

@@ -152,6 +152,22 @@ async def test_a_large_jobs_service_comes_to_select_all_pods_once(actor: ActionE
     assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits"}
 
 
+@pytest.mark.parametrize("changed", [False, True])
+async def test_a_service_that_was_made_here_is_not_read_to_select_all_pods_unless_somebody_has_changed_it(
+    actor: ActionExecutor, objects: Any, changed: bool
+) -> None:
+    built, settings = job().nodes(5).build(), PlanSettings()
+    few = EnsureService("digits", build_service(built, settings, is_complete=False))
+    named = NamePods(build_service(built, settings, is_complete=True))
+    assert await actor.execute(JOB, [few]) == (None, None)
+    if changed:
+        there = objects.there[("services", "digits")]
+        objects.there[("services", "digits")] = {**there, "metadata": {**there["metadata"], "resourceVersion": "2"}}
+    assert await actor.execute(JOB, [named]) == (None, None)
+    assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits"}
+    assert objects.reads == int(changed)
+
+
 async def test_no_job_waits_for_the_names_of_its_pods(
     actor: ActionExecutor, objects: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +193,7 @@ async def test_the_service_of_a_large_job_that_has_become_a_small_one_names_all_
     actor: ActionExecutor, objects: Any, denied: errors.ApiError | None
 ) -> None:
     """It was suspended before all of its pods had addresses, and has another number of nodes since."""
-    large, small = (job().nodes(nodes).build() for nodes in (101, 100))
+    large, small = (job().nodes(nodes).build() for nodes in (5, 4))
     ensured = [
         EnsureService("digits", build_service(each, PlanSettings(), is_complete=False)) for each in (large, small)
     ]

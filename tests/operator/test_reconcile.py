@@ -30,6 +30,7 @@ from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.reconcile import Reconciler
 from everstep_operator.settings import OperatorSettings
 from tests.builders import CREATED, job
+from tests.operator.stored_objects import merge
 
 KEY = ("default", "digits")
 FAILURE = LastFailure(cause=Cause.APPLICATION, reason="ApplicationError", message="odd")
@@ -46,6 +47,7 @@ class Server:
         self.fails = False
         self.there: dict[tuple[str, str], Any] = {}  # by plural and name
         self.protected: set[str] = set()  # kinds of which nothing may be deleted
+        self.jobs: Any = None  # the cache, which shows what is stored of the others
 
     async def apply_status(self, resource: Any, namespace: str, body: Any) -> Any:
         if self.fails:
@@ -57,8 +59,14 @@ class Server:
         return {**stored, "status": body["status"]}
 
     async def merge_status(self, resource: Any, namespace: str, body: Any) -> Any:
+        if (resource.plural, name := body["metadata"]["name"]) not in self.there:
+            found = self.jobs.get((namespace, name)).value
+            meta = {**body["metadata"], "uid": found["metadata"]["uid"]}
+            return await self.apply_status(
+                resource, namespace, {"metadata": meta, "status": merge(found.get("status") or {}, body["status"])}
+            )
         self.merged.append(body)
-        found = self.there[(resource.plural, body["metadata"]["name"])]
+        found = self.there[(resource.plural, name)]
         meta = {**found["metadata"], "resourceVersion": str(int(found["metadata"]["resourceVersion"]) + 1)}
         return {**found, "metadata": meta, "status": {**found.get("status", {}), **body["status"]}}
 
@@ -89,6 +97,7 @@ def server() -> Any:
 async def reconciler(server: Any) -> Reconciler:
     queue: WorkQueue[Key] = WorkQueue()
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
+    server.jobs = cache.jobs
     leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server, (b"key",))
     actor = ActionExecutor(
         server, cache, leaders, AgentCode(b"code"), frozen, (b"key",), DisruptionBudgets(server, enabled=False)
@@ -388,6 +397,11 @@ async def test_what_older_crds_cannot_store_is_known_in_the_next_look(reconciler
             raise errors.from_status(500, {"message": message})
         return await apply_status(resource, namespace, body)
 
+    async def prune(resource: Any, namespace: str, body: Any) -> Any:
+        status = {name: value for name, value in body["status"].items() if name != "nodes"}
+        return await merge_status(resource, namespace, {**body, "status": status})
+
+    merge_status, server.merge_status = server.merge_status, prune
     server.apply_status = apply
     reconciler.cache.jobs.put(job().manifest())
     looks = 0

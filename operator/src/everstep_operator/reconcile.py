@@ -355,7 +355,7 @@ class Reconciler:
 
     async def _store_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> ApiObject:
         try:
-            stored = await self.statuses.write(job, status)
+            stored = await self.statuses.write(job, status, self.cache.jobs.get(key))
         except errors.Invalid as error:
             # What came out of the user's pods is the likeliest to be refused, and nothing depends on it.
             lean = status.model_copy(update={"progress": None, "last_failure": None})

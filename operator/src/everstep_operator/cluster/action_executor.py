@@ -78,6 +78,7 @@ class ActionExecutor:
     budgets: DisruptionBudgets
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
     _names_due: dict[str, float] = field(default_factory=dict)  # by UID of large jobs: see `_name_pods`
+    _unnamed: dict[str, ApiObject] = field(default_factory=dict)  # Services made here that select pod 0 alone, likewise
 
     def __post_init__(self) -> None:
         self.taints = OutOfServiceTaints(self.client)
@@ -85,6 +86,7 @@ class ActionExecutor:
     def forget(self, uid: str) -> None:
         """Forget what was done for a job."""
         self._names_due.pop(uid, None)
+        self._unnamed.pop(uid, None)
 
     async def execute(
         self, job: JobRef, actions: Sequence[act.Action], *, patient: bool = True
@@ -208,6 +210,8 @@ class ActionExecutor:
         found, is_new = await self._ensure(SERVICES, job, action.body)
         if is_new:
             self.forget(job.uid)
+            if lacks_names(found):
+                self._unnamed[job.uid] = found
         elif lacks_names(found) and not lacks_names(action.body):
             # The job was large when it was made, and has become a small one while it was suspended.
             try:
@@ -222,14 +226,25 @@ class ActionExecutor:
             return due - now if due < math.inf else None
         self._names_due[job.uid] = now + NAME_RETRY_SECONDS
         try:
-            found, _ = await self._ensure(SERVICES, job, action.body)
-            if lacks_names(found):
-                await self._select_all_pods(job, found)
+            if not await self._select_all_pods_of_known(job):
+                found, _ = await self._ensure(SERVICES, job, action.body)
+                if lacks_names(found):
+                    await self._select_all_pods(job, found)
         except (errors.ApiError, errors.Unreachable, errors.NotOurs, StaleObject) as error:
             log.warning("pods have no names in DNS yet", job=f"{job.namespace}/{job.name}", error=str(error))
             return NAME_RETRY_SECONDS
         self._names_due[job.uid] = math.inf
         return None
+
+    async def _select_all_pods_of_known(self, job: JobRef) -> bool:
+        """Do so with the Service that was made here, which need not be read. Return whether it is as it was made."""
+        made = self._unnamed.pop(job.uid, None)
+        if made is None:
+            return False
+        with contextlib.suppress(errors.Conflict, errors.NotFound):
+            await self._select_all_pods(job, made)
+            return True
+        return False
 
     async def _select_all_pods(self, job: JobRef, service: ApiObject) -> None:
         meta = {"name": service["metadata"]["name"], "resourceVersion": service["metadata"]["resourceVersion"]}

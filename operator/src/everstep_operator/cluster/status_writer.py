@@ -1,9 +1,12 @@
 """Writes the statuses of jobs, so that they tell what the operator says and nothing else.
 
-A status is applied: of two operators only the one with the observed resourceVersion gets past that. An apply removes
-only what nobody else owns. A client that has applied a status, or a restored backup, owns its fields too, and a manager
-`before-first-apply` owns all of an object whose `managedFields` were cleared. What is left then is removed by a merge
-patch: else a notice could not be withdrawn, and a full list of charges not take one more.
+Of two operators only the one with the observed resourceVersion gets past a write. Nearly every one is a merge patch of
+the status that the cache shows: it costs the API server two thirds of an apply. But it drops what older CRDs lack
+without a word, so a status that is not stored as it was sent is applied.
+
+An apply removes only what nobody else owns. A client that has applied a status, or a restored backup, owns its fields
+too, and a manager `before-first-apply` owns all of an object whose `managedFields` were cleared. What is left then is
+removed by a merge patch: else a notice could not be withdrawn, and a full list of charges not take one more.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Condition, ConditionType, Phase, TrainingJobStatus
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.api_answer import ApiObject
+from everstep_operator.cluster.cache import CacheEntry
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.undeclared_fields import UndeclaredFields
@@ -33,12 +37,15 @@ class StatusWriter:
     client: Client
     undeclared: UndeclaredFields = field(default_factory=UndeclaredFields)
 
-    async def write(self, job: TrainingJob, status: TrainingJobStatus) -> ApiObject:
+    async def write(
+        self, job: TrainingJob, status: TrainingJobStatus, known: CacheEntry[Mapping[str, Any]] | None = None
+    ) -> ApiObject:
         """Write a status, and return the job as it is stored then.
 
         Args:
             job: The job, as it was observed.
             status: All that its status shall tell.
+            known: What the cache shows of the job, which counts where it is of the same resourceVersion.
 
         Raises:
             errors.Conflict: The job has changed since.
@@ -47,6 +54,20 @@ class StatusWriter:
         """
         meta = job.metadata
         head = {"name": meta.name, "namespace": meta.namespace, "resourceVersion": meta.resource_version}
+        found: Mapping[str, Any] | None = None
+        if known is not None and str(known.version) == meta.resource_version:
+            found = known.value.get("status") or {}
+        while found is not None:
+            declared = self.undeclared.strip(status.manifest())
+            try:
+                stored = await self._replace(found, head, declared)
+            except errors.Invalid as error:
+                if self.undeclared.learn(error.message):
+                    continue
+                raise
+            if stored.get("status") == declared:
+                return stored
+            head["resourceVersion"], found = stored["metadata"]["resourceVersion"], None
         body = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "metadata": {**head, "uid": meta.uid}}
         while True:
             declared = self.undeclared.strip(status.manifest())
@@ -60,20 +81,22 @@ class StatusWriter:
                     raise
                 # With what others own of a list it may be longer than it can be.
                 try:
-                    found = await self.client.get(JOBS, meta.namespace, meta.name)
+                    job_found = await self.client.get(JOBS, meta.namespace, meta.name)
                 except errors.NotFound:
                     raise error from None
-                stored = await self._replace(found, head, declared)
+                stored = await self._replace(job_found.get("status") or {}, head, declared)
                 break
         if stored.get("status") == declared:  # nearly always, and parsing it to see that takes a millisecond
             return stored
         if self.undeclared.strip(TrainingJob.parse_stored(stored).status.manifest()) == declared:
             return stored
         version = stored["metadata"]["resourceVersion"]
-        return await self._replace(stored, {**head, "resourceVersion": version}, declared)
+        return await self._replace(stored.get("status") or {}, {**head, "resourceVersion": version}, declared)
 
-    async def _replace(self, found: ApiObject, head: Mapping[str, Any], declared: Mapping[str, Any]) -> ApiObject:
-        change = make_replacing_patch(found.get("status") or {}, declared)
+    async def _replace(
+        self, found: Mapping[str, Any], head: Mapping[str, Any], declared: Mapping[str, Any]
+    ) -> ApiObject:
+        change = make_replacing_patch(found, declared)
         return await self.client.merge_status(JOBS, head["namespace"], {"metadata": head, "status": change})
 
     async def report_broken_rules(self, raw: Mapping[str, Any], message: str, now: float) -> ApiObject | None:
@@ -124,6 +147,8 @@ def make_replacing_patch(found: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     patch: dict[str, Any] = dict.fromkeys(found.keys() - wanted.keys())
     for name, value in wanted.items():
         old = found.get(name)
+        if old == value:
+            continue
         both = isinstance(value, Mapping) and isinstance(old, Mapping)
         patch[name] = make_replacing_patch(old, value) if both else value  # type: ignore[arg-type]
     return patch
