@@ -179,7 +179,11 @@ class GeneratedCluster:
             return web.json_response({"kind": "Status", "code": 404, "reason": "NotFound"}, status=404)
         if request.method == "PATCH":
             body = json.loads(await request.read())
-            found = self.store(plural, {**found, "metadata": dict(found["metadata"]), "status": body["status"]})
+            if request.content_type == "application/merge-patch+json":
+                changed = merge({**found, "metadata": dict(found["metadata"])}, body)
+            else:  # a status that is applied
+                changed = {**found, "metadata": dict(found["metadata"]), "status": body["status"]}
+            found = self.store(plural, changed)
         if "as=PartialObjectMetadata;" in request.headers.get("Accept", ""):
             found = {"metadata": found["metadata"]}
         return web.json_response(found)
@@ -281,3 +285,16 @@ def serve_cluster(jobs: int, pods: int, rate: float, control: Connection) -> Non
     with the next word.
     """
     asyncio.run(_serve(jobs, pods, rate, control))
+
+
+def merge(found: Any, change: Any) -> Any:
+    """Return what a JSON merge patch (RFC 7386) makes of an object."""
+    if not isinstance(change, dict):
+        return change
+    made = dict(found) if isinstance(found, dict) else {}
+    for name, value in change.items():
+        if value is None:
+            made.pop(name, None)
+        else:
+            made[name] = merge(made.get(name), value)
+    return made

@@ -69,16 +69,3 @@ class StoredObjects:
         if there is not None and uid in (None, there.get("metadata", {}).get("uid")):
             del self.there[(resource.plural, name)]
         return there is not None
-
-
-def merge(found: Any, change: Any) -> Any:
-    """Return what a JSON merge patch (RFC 7386) makes of an object."""
-    if not isinstance(change, dict):
-        return change
-    made = dict(found) if isinstance(found, dict) else {}
-    for name, value in change.items():
-        if value is None:
-            made.pop(name, None)
-        else:
-            made[name] = merge(made.get(name), value)
-    return made

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from benchmarks.generated_cluster import merge
 from everstep_operator.api.status import Cause, LastFailure, Phase, TemplateStatus, TrainingJobStatus
 from everstep_operator.app import REPORTED_FAILURES, Operator
 from everstep_operator.cluster import errors
@@ -30,7 +31,6 @@ from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.reconcile import Reconciler
 from everstep_operator.settings import OperatorSettings
 from tests.builders import CREATED, job
-from tests.operator.stored_objects import merge
 
 KEY = ("default", "digits")
 FAILURE = LastFailure(cause=Cause.APPLICATION, reason="ApplicationError", message="odd")
