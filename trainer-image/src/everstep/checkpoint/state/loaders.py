@@ -127,6 +127,17 @@ def begin_loader(loader: Any, name: str) -> None:
         _end_iteration(loader, state, name)
 
 
+def let_go(loader: object) -> None:
+    """Have a loader that keeps its own state begin when it is iterated, where its sampler is by then.
+
+    A restore asks each object for its state before it finds a checkpoint, and that is what begins a loader of
+    torchdata: one that is not restored then would go on where its sampler was before.
+    """
+    stateful: Any = loader
+    if _is_stateful_loader(loader) and stateful._initial_iter_for_state_dict:
+        stateful.load_state_dict({})
+
+
 def begin_anew(loader: Any) -> None:
     """Bring a loader of torchdata's nodes to its first item."""
     loader._next_iter_state_dict = None
