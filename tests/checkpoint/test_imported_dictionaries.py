@@ -82,6 +82,41 @@ def test_one_tensor_under_two_names_is_one_again(tmp_path: Path) -> None:
         everstep.load_into(tmp_path / "others", ema=ema)
 
 
+class Listing(nn.Module):  # type: ignore[misc]
+    """Says a list of tensors in its state, as metrics that keep all that they were given do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        state[f"{prefix}seen"] = list(self.seen)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        self.seen = list(state.pop(f"{prefix}seen"))
+
+
+@pytest.mark.parametrize("seen", [[], [1.0, 2.0]])
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_a_module_that_says_a_list_is_imported_as_a_module(kind: str, seen: list[float], tmp_path: Path) -> None:
+    model = nn.ModuleDict({"net": nn.Linear(2, 2), "metric": Listing()})
+    model["metric"].seen = [torch.tensor([each]) for each in seen]
+    file = tmp_path / kind
+    if kind == "torch":
+        torch.save({"model": model.state_dict()}, file)
+        importing.import_torch(file, tmp_path / "store")
+    else:
+        with session(tmp_path / "first") as ckpt:
+            ckpt.track(model=model)
+            ckpt.save(1)
+        exporting.export_dcp(tmp_path / "first" / "store", file)
+        importing.import_dcp(file, tmp_path / "store")
+    fresh = nn.ModuleDict({"net": nn.Linear(2, 2), "metric": Listing()})
+    everstep.load_into(tmp_path / "store", model=fresh)
+    assert torch.equal(fresh["net"].weight, model["net"].weight)
+    assert [each.tolist() for each in fresh["metric"].seen] == [[each] for each in seen]
+
+
 def test_what_was_saved_as_a_module_is_restored_as_its_state_dictionary(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     with session(tmp_path) as ckpt:

@@ -45,6 +45,23 @@ class Normed(nn.Module):  # type: ignore[misc]  # torch is not where types are c
         return self.body(x)
 
 
+class Outer(nn.Module):  # type: ignore[misc]
+    """Has the state of the model within, as what Lightning Fabric's setup() returns."""
+
+    def __init__(self, wrapped: Any) -> None:
+        super().__init__()
+        self._forward_module, self._original_module = wrapped, wrapped.module
+
+    def forward(self, x: Any) -> Any:
+        return self._forward_module(x)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self._original_module.state_dict(*args, **options)
+
+    def load_state_dict(self, state: Any, strict: bool = True, **options: Any) -> Any:
+        return self._original_module.load_state_dict(state, strict=strict, **options)
+
+
 def session(folder: Path) -> Checkpointer:
     return everstep.checkpointer(
         folder / "store",
@@ -61,6 +78,8 @@ def train_normed(rank: int, folder: Path, how: str, first: int, last: int) -> di
     if how == "compiled, inside another module":
         model = torch.compile(model, backend="eager")
         outer = nn.ModuleDict({"encoder": model, "norm": nn.LayerNorm(3)})
+    elif how == "saved as the model within":
+        outer = Outer(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
     with session(folder) as ckpt:
@@ -82,7 +101,9 @@ def train_normed(rank: int, folder: Path, how: str, first: int, last: int) -> di
     return {"losses": losses, "state": state}
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled, inside another module", "accumulated"])
+@pytest.mark.parametrize(
+    "how", ["plain", "compiled, inside another module", "saved as the model within", "accumulated"]
+)
 def test_ddp_with_batchnorm_resumes_bit_for_bit(how: str, tmp_path: Path) -> None:
     straight = ranks.run(2, train_normed, tmp_path / "straight", how, 0, 8)
     first = ranks.run(2, train_normed, tmp_path / "resumed", how, 0, 5)
@@ -103,6 +124,7 @@ def statistics(rank: int) -> dict[str, Any]:
     hooked._register_buffer_comm_hook(None, lambda state, buffers: None)
     models: dict[str, Callable[[], dict[str, object]]] = {
         "ddp": lambda: {"model": DDP(Normed())},
+        "ddp, saved as the model within": lambda: {"model": Outer(DDP(Normed()))},
         "ddp of two stages": lambda: {f"stage{rank // 2}": DDP(Normed(), process_group=mine)},
         "ddp of two groups": lambda: {"model": DDP(Normed(), process_group=mine)},
         "not broadcast": lambda: {"model": DDP(Normed(), broadcast_buffers=False)},
@@ -135,6 +157,7 @@ def test_statistics_come_whole_from_who_owns_them_or_are_refused_with_both_ranks
     buffers = sorted(f"model.body.{layer}.running_{kind}" for layer in (1, 4) for kind in ("mean", "var"))
     stages = [sorted(each.replace("model", f"stage{i}") for each in buffers) for i in (0, 1)]
     assert [each["ddp"] for each in found] == [buffers, [], [], []]
+    assert [each["ddp, saved as the model within"] for each in found] == [buffers, [], [], []]
     assert [each["ddp of two stages"] for each in found] == [stages[0], [], stages[1], []]
     assert [each["no ddp, from rank 3"] for each in found] == [[], [], [], buffers]
     assert [len(each["no ddp, per rank"]) for each in found] == [4] * 4
@@ -210,6 +233,28 @@ def saves_after_rejections(rank: int, folder: Path) -> list[int | None]:
 def test_what_differs_is_refused_by_each_call_that_saves_however_they_follow(tmp_path: Path) -> None:
     assert ranks.run(2, saves_after_rejections, tmp_path) == [[1, 2, 3], [1, 2, 3]]
     assert everstep.list_checkpoints(tmp_path / "store") == []
+
+
+def saves_while_it_grows(rank: int, folder: Path) -> list[int | None]:
+    failed: list[int | None] = []
+    state = {"weights": torch.zeros(4)}
+    with session(folder) as ckpt:
+        ckpt.on("failed", lambda event: failed.append(event.key.step if event.key else None))
+        ckpt.track(state=state)
+        ckpt.save(1)
+        state["weights"].fill_(rank)
+        state["history"] = torch.zeros(2)
+        ckpt.save(2)
+        del state["history"]  # what was planned for the first save is the plan of this state too
+        ckpt.save(3)
+        state["weights"].fill_(4)
+        ckpt.save(4)
+    return failed
+
+
+def test_what_differs_when_a_state_has_grown_is_refused_when_it_is_as_before_too(tmp_path: Path) -> None:
+    assert ranks.run(2, saves_while_it_grows, tmp_path) == [[2, 3], [2, 3]]
+    assert [each.step for each in everstep.list_checkpoints(tmp_path / "store")] == [4, 1]
 
 
 def listed(rank: int) -> list[str]:

@@ -152,6 +152,24 @@ def test_a_loader_of_nodes_goes_on_where_it_was(workers: int, step: int, seed: i
     assert found == expected
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_nodes_that_began_anew_is_saved_where_it_is(workers: int, tmp_path: Path) -> None:
+    loaders = [make_nodes(workers) for _ in range(3)]
+    expected = train(make_nodes(workers), PER_EPOCH)
+    train(loaders[0], PER_EPOCH)
+    save_and_resume(loaders[0], loaders[1], PER_EPOCH, tmp_path)
+    found = train(loaders[1], 3)
+    save_and_resume(loaders[1], loaders[2], PER_EPOCH + 3, tmp_path)
+    assert found + [batch.tolist() for batch in loaders[2]] == expected
+
+
+def test_a_loader_of_nodes_that_has_begun_begins_anew_where_it_had_not_when_saved(tmp_path: Path) -> None:
+    loader, resumed = make_nodes(0), make_nodes(0)
+    train(resumed, 3)
+    save_and_resume(loader, resumed, 0, tmp_path)
+    assert train(resumed, 2) == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize(("workers", "others"), [(2, 1), (2, 0), (0, 2)])
 def test_another_number_of_workers_is_told_and_nothing_is_touched(workers: int, others: int, tmp_path: Path) -> None:
     loader, resumed = make(InGenerator, workers, False), make(InGenerator, others, False)

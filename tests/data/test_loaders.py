@@ -20,6 +20,7 @@ from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from everstep.data import Sampler  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.sessions import session  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -181,6 +182,25 @@ def test_at_another_number_of_ranks_the_sampler_goes_on_and_the_loader_begins_th
     order = Sampler(100, global_batch=1)
     expected = [order.batch(step)[0] for step in range(20, 20 + 3 * batch)]
     assert flat(indices(trained(loader, 3))) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_session_lets_a_loader_that_is_not_restored_begin_at_its_sampler(
+    is_missing: bool, workers: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    if is_missing:
+        sampler, loader = stateful(4)
+        trained(loader, 5)
+        ranks.save(PosixStore(tmp_path / "store"), KEY, {"sampler": sampler})
+    else:
+        ranks.run(2, save_after_five_steps, tmp_path / "store")
+    sampler, loader = stateful(4, workers)
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(strict=not is_missing, sampler=sampler, loader=everstep.PerRank(loader)).step == 5
+        order = Sampler(100, global_batch=1)
+        assert flat(indices(trained(loader, 3))) == [order.batch(step)[0] for step in range(20, 32)]
 
 
 def stateful(batch: int, workers: int = 0) -> tuple[Sampler, Any]:

@@ -100,10 +100,16 @@ def _is_module(state: Any) -> bool:
         isinstance(state, Mapping)
         and bool(state)
         and all(
-            isinstance(key, str) and (isinstance(each, torch.Tensor) or key.endswith("_extra_state"))
+            isinstance(key, str) and (isinstance(each, torch.Tensor) or _says_more(key, each))
             for key, each in state.items()
         )
     )
+
+
+def _says_more(key: str, value: Any) -> bool:
+    """Tell whether this is what a module may say beside its tensors: its extra state, or the list of a metric in it."""
+    is_list = isinstance(value, list) and all(map(_is_tensor, value))
+    return key.endswith("_extra_state") or (is_list and "." in key)
 
 
 def _is_optimizer(state: Any) -> bool:

@@ -158,12 +158,10 @@ class WriterConnection:
 
     def list_lost_ranks(self) -> list[int]:
         """Return the ranks of this node whose connection to the writer has ended; none where it cannot be asked."""
-        if self._link is None:  # a new writer would know none
-            return []
-        try:
-            return [self.config.ranks[local] for local in self.call("lost")]
-        except CheckpointError:
-            return []
+        with contextlib.suppress(CheckpointError):
+            if self._link is not None:  # a new writer would know none
+                return [self.config.ranks[local] for local in self.call("lost")]
+        return []
 
     def close(self) -> None:
         if self._link is not None:
@@ -244,6 +242,7 @@ class Saver:
         self._slots = Slots(node.directory)
         self._how = how
         self._plan: WritePlan | None = None
+        self._is_agreed = False  # no later one was begun, for a save, that failed
         self._bulk: frozenset[str] = frozenset()  # names of what was planned for bytes of arrays, or left out then
         self._layout = ""
         self._staging: Staging | None = None
@@ -273,6 +272,8 @@ class Saver:
         assert self._snapshots is not None
         self._begun = None
         self._finish_earlier()
+        if not self._is_agreed:  # ranks differed, perhaps, and nobody has compared them since
+            return False
         if not (self._snapshots.are_current and self._slots.has_layout(self._layout)):
             _log.warning("the slots in %s were removed by another process: they are made anew", self._slots.directory)
             return False
@@ -341,11 +342,10 @@ class Saver:
         try:
             slot.record(self._topology.local, record)
             self._node.tell("filled", key=str(record.key))
-        except FileNotFoundError as error:
+        except Exception as error:
             self._copying = None
-            raise CheckpointError(explain_removed(slot.path)) from error
-        except Exception:
-            self._copying = None
+            if isinstance(error, FileNotFoundError):
+                raise CheckpointError(explain_removed(slot.path)) from error
             raise
         self._copying = None  # only now: where a signal's handler has interrupted us, the next call says it again
         return True
@@ -368,8 +368,7 @@ class Saver:
         """Give back what this holds of the slots, also where whoever made it is still referred to."""
         if self._staging is not None:
             self._staging.close()
-            self._staging = None
-        self._snapshots = self._begun = self._copying = None
+        self._staging = self._snapshots = self._begun = self._copying = None
 
     def _noted(self, step: int) -> dict[str, object]:
         """Return the metadata on rank 0, whose word is the checkpoint's: what is measured differs from rank to rank."""
@@ -412,6 +411,7 @@ class Saver:
         try:
             if step is not None:
                 check_same_step(step, self._group)
+                self._is_agreed = False
             plan = planning.make_save_plan(made, topology.rank, self._group, compare=step is not None)
             self.received.warn_of_unsaved(found[0])
         except RankLost as error:
@@ -425,6 +425,7 @@ class Saver:
         # Only now: where there is no room for the new plan, all that belongs to the old one stays as it was.
         self.close()
         self._plan, self._layout, self._bulk = plan, layout, found[0].left_out.union(found[0].bulk)
+        self._is_agreed = step is not None
         self._staging = choose_staging(list(found[0].tensors.values()))
         self._snapshots = Snapshots(
             self._slots, plan, topology, self._how.checksum, self._staging, steady, self._node.config.slots
@@ -433,8 +434,7 @@ class Saver:
 
     def _absent(self) -> list[int]:
         """Return the ranks of this node that their writer sees no more; none when it was one of another node."""
-        ranks = self._topology.ranks
-        until = time.monotonic() + _SEEN
+        ranks, until = self._topology.ranks, time.monotonic() + _SEEN
         with contextlib.suppress(CheckpointError):  # who has left is only a better message
             while time.monotonic() < until:
                 here = self._node.call("ranks")

@@ -78,7 +78,12 @@ def is_idle(inner: object) -> bool:
     To ask it for its state makes it begin at its first item, and its samplers draw an order.
     """
     loader: Any = inner
-    return is_instance(inner, *_NODES) and loader._it is None and loader._next_iter_state_dict is None
+    return is_loader_of_nodes(inner) and loader._it is None and loader._next_iter_state_dict is None
+
+
+def is_loader_of_nodes(inner: object) -> bool:
+    """Tell whether an object is a loader of torchdata's nodes."""
+    return is_instance(inner, *_NODES)
 
 
 def why_other_workers(loader: Any, name: str, saved: Saved) -> str | None:
@@ -112,7 +117,7 @@ def begin_loader(loader: Any, name: str) -> None:
         loader: Any loader with a state_dict(), that has loaded one.
         name: What it is called in messages.
     """
-    if is_instance(loader, *_NODES):
+    if is_loader_of_nodes(loader):
         _begin_nodes(loader)
         return
     state = loader.state_dict()
@@ -122,13 +127,37 @@ def begin_loader(loader: Any, name: str) -> None:
         _end_iteration(loader, state, name)
 
 
+def let_go(loader: object) -> None:
+    """Have a loader that keeps its own state begin when it is iterated, where its sampler is by then.
+
+    A restore asks each object for its state before it finds a checkpoint, and that is what begins a loader of
+    torchdata: one that is not restored then would go on where its sampler was before.
+    """
+    stateful: Any = loader
+    if _is_stateful_loader(loader) and stateful._initial_iter_for_state_dict:
+        stateful.load_state_dict({})
+
+
+def begin_anew(loader: Any) -> None:
+    """Bring a loader of torchdata's nodes to its first item."""
+    loader._next_iter_state_dict = None
+    if loader._it is not None:
+        _begin_nodes(loader)
+
+
 def _begin_nodes(loader: Any) -> None:
     """Bring a loader of torchdata's nodes to the position that it was given.
 
     It keeps that for the iteration that begins next, and passes it over where it was asked for its state before that.
+    Its iterator says where it was when it looked for its first item, until somebody takes that. Where there was none,
+    since an epoch was at its end, it would say that for ever.
     """
     loader._iter_for_state_dict = False
-    iter(loader)
+    if loader._it is not None:  # the script's own iteration may be this one
+        loader._it._cached_state_dict = None
+    iterator: Any = iter(loader)
+    if iterator._cached_item is None:
+        iterator._cached_state_dict = None
     loader._iter_for_state_dict = True  # the script's own iteration goes on with what has begun
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,10 +116,16 @@ class Modules:
         """
         for module in self._modules:
             wrapped = [(path, each) for path, each in module.named_modules() if isinstance(each, DDP)]
-            plain = make_unwrapping(module) if wrapped else str
-            for path, each in wrapped:
-                for name in _received_buffers(each):
-                    yield names.join_segments(self.prefix, names.of_module(plain(f"{path}.{name}" if path else name)))
+            if not wrapped:
+                continue
+            plain = make_unwrapping(module)
+            received = {
+                f"{path}.{name}" if path else name: buffer
+                for path, each in wrapped
+                for name, buffer in _received_buffers(each)
+            }
+            for key in _list_keys(module, received):
+                yield names.join_segments(self.prefix, names.of_module(plain(key)))
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -233,8 +239,22 @@ def _list_tied(module: nn.Module, plain: Callable[[str], str]) -> dict[str, list
     return {name: every for every in holders.values() if len(every) > 1 for name in every}
 
 
-def _received_buffers(ddp: DDP) -> Iterator[str]:
-    """Yield the names of the buffers that this rank gets from another one before the next forward pass."""
+def _list_keys(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterable[str]:
+    """Return what the `state_dict()` of a module calls these buffers.
+
+    Args:
+        module: Any module.
+        buffers: Of it, by their names in it.
+    """
+    if type(module).state_dict is nn.Module.state_dict:
+        return buffers
+    # Its own may be that of a module within, as that of what Lightning Fabric's setup() returns.
+    held = {_get_memory_identity(each) for each in buffers.values()}
+    return [key for key, each in module.state_dict().items() if is_tensor(each) and _get_memory_identity(each) in held]
+
+
+def _received_buffers(ddp: DDP) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and buffers that this rank gets from another one before the next forward pass."""
     # A hook may do anything else with them, as take their mean: then none of them is the truth.
     ignores = getattr(ddp, "_use_python_reducer", False) or getattr(ddp, "_delay_all_reduce_all_params", False)
     if not ddp.broadcast_buffers or hasattr(ddp, "buffer_hook") or ignores:
@@ -247,7 +267,7 @@ def _received_buffers(ddp: DDP) -> Iterator[str]:
     sent = {id(each) for name, each in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore}
     for name, each in ddp.named_buffers(remove_duplicate=False):
         if id(each) in sent:
-            yield name
+            yield name, each
 
 
 def make_unwrapping(module: nn.Module) -> Callable[[str], str]:

@@ -28,7 +28,14 @@ from everstep.checkpoint.state.kinds import (
 )
 from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, set_epochs
-from everstep.checkpoint.state.loaders import begin_loader, check_position, is_idle, why_other_workers
+from everstep.checkpoint.state.loaders import (
+    begin_anew,
+    begin_loader,
+    check_position,
+    is_idle,
+    is_loader_of_nodes,
+    why_other_workers,
+)
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself, why_not_written
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, STATEFUL, VALUE, describe_structure
@@ -116,7 +123,8 @@ class StatefulObject:
         if is_instance(self._inner, *_SCALER) and not state:
             self.kept = [self.prefix] if self._inner.state_dict() else []
             return
-        if is_idle(self._inner) and not state:  # as it was saved
+        if is_loader_of_nodes(self._inner) and not state:  # it had not begun
+            begin_anew(self._inner)
             return
         state = share_objects(state, (saved.description or {}).get("aliases", ()))
         self.taken = with_types_of(state, state, is_ordered=True)  # an object may pop keys of what it is given
