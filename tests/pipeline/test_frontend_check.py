@@ -170,3 +170,33 @@ def test_what_a_model_does_between_its_blocks_is_missed_though_their_arguments_h
             continue
         with pytest.raises(PipelineError, match=r"cut between its blocks \(one, two.*what else its forward does"):
             compare_stages(model, chain, chain.split({"two": 1}), batch)
+
+
+class Forces(nn.Module):  # type: ignore[misc]
+    """Returns a slope of what it learns; of that, a graph in training only."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.two, self.how = nn.Linear(3, 3), nn.Linear(3, 1), how
+
+    def forward(self, x: Any) -> Any:
+        with torch.set_grad_enabled(self.training or self.how == "frees its graph"):
+            x = x.detach().requires_grad_(True)
+            energy = self.two(self.one(x).tanh())
+            if self.how == "makes no graph":
+                return energy.expand_as(x)
+            return energy + torch.autograd.grad(energy.sum(), x, create_graph=self.training)[0]
+
+
+@pytest.mark.parametrize("how", ["frees its graph", "makes no graph"])
+def test_a_model_that_learns_in_training_only_is_compared_in_training(how: str) -> None:
+    """As potentials do that learn from forces: torch.autograd.grad(…, create_graph=self.training)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Forces(how), nn.Dropout(0.5), nn.Linear(3, 3)).double()
+    model[2].requires_grad_(how == "frees its graph")
+    batch = {"input": torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(4, 3)}
+    found = trace_model(model, batch)
+    flags = [each.training for each in model.modules()]
+    parts = split_model(found, front.even(found, 2))
+    compare_stages(model, found, parts, batch)
+    assert flags == [each.training for each in model.modules()]

@@ -214,6 +214,18 @@ class Words(nn.BatchNorm1d):  # type: ignore[misc]
         return super().forward(x.reshape(-1, channels)).view(samples, words, channels)
 
 
+class ByFeatures(nn.BatchNorm1d):  # type: ignore[misc]
+    """Takes whatever ends with its channels, and would take others for such."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.reshape(-1, self.num_features)).view_as(x)
+
+
+class Pixels(nn.BatchNorm2d):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.reshape(-1, self.num_features, 1, 1)).view_as(x)
+
+
 class Transposed(nn.BatchNorm1d):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
@@ -232,17 +244,31 @@ class PartOfWords(nn.BatchNorm1d):  # type: ignore[misc]
         return x
 
 
-@pytest.mark.parametrize("kind", [Words, Transposed, Images])
+@pytest.mark.parametrize("kind", [Words, ByFeatures, Pixels, Transposed, Images])
 @pytest.mark.parametrize("features", [2, 3, 4, 300])
 def test_statistics_of_layers_that_have_their_channels_last_are_put_together(kind: Any, features: int) -> None:
     layer = kind(features)
     assert are_statistics_put_together(layer)
-    x = torch.randn(8, *[3] * (2 if kind is Images else 1), features, generator=torch.Generator().manual_seed(1))
+    sizes = (3, 3) if issubclass(kind, nn.BatchNorm2d) else (3,)
+    x = torch.randn(8, *sizes, features, generator=torch.Generator().manual_seed(1))
     alone = nn.BatchNorm1d(features)
     train(layer, [(part,) for part in x.split(3)])
     alone(x.flatten(0, -2))
     torch.testing.assert_close(layer.running_mean, alone.running_mean)
     torch.testing.assert_close(layer.running_var, alone.running_var)
+
+
+class OfAnyNumber(nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
+    """Takes any number of dimensions, and is none of torch's three classes."""
+
+    def _check_input_dim(self, given: Any) -> None: ...
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x).relu()
+
+
+def test_statistics_of_layers_of_none_of_torch_s_classes_are_put_together() -> None:
+    assert are_statistics_put_together(OfAnyNumber(FEATURES))
 
 
 def test_statistics_of_a_part_of_the_words_are_not_put_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -180,13 +181,17 @@ def test_labels_that_number_the_samples_of_a_batch_are_said_to_leave_micro_batch
     assert "take microbatches=1 and one replica" in caplog.text
 
 
-def _train(rank: int, with_targets: bool) -> str:
+def _train(rank: int, example: int, with_targets: bool) -> str:
     torch.manual_seed(0)
     targets = torch.arange(16)
-    options: dict[str, Any] = {"targets": targets} if with_targets else {}
+    options: dict[str, Any] = {"targets": targets[:example]} if with_targets else {}
     try:
         run = pipeline(
-            Twins(compares=False), twins(), info_nce, microbatches=2, **group_options(costs="counted", **options)
+            Twins(compares=False),
+            twins(example),
+            info_nce,
+            microbatches=2,
+            **group_options(costs="counted", global_batch=16, **options),
         )
         run.step(twins(), targets)
     except Exception as error:
@@ -194,9 +199,9 @@ def _train(rank: int, with_targets: bool) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("with_targets", [True, False])
-def test_all_ranks_end_with_the_reason(with_targets: bool) -> None:
-    for said in ranks.run(2, _train, with_targets):
+@pytest.mark.parametrize(("example", "with_targets"), [(16, True), (16, False), (1, True)])
+def test_all_ranks_end_with_the_reason(example: int, with_targets: bool) -> None:
+    for said in ranks.run(2, _train, example, with_targets):
         assert "would train something else than the batch: the loss takes them together" in said
 
 
@@ -292,3 +297,105 @@ def test_where_samples_meet_in_a_model_shows_without_targets_too(when: str) -> N
         with pytest.raises(PipelineError, match=r"what the model returns of 4 samples .* they meet in the model"):
             check_samples(model, found, inputs, None, None, None, frozenset())
     assert flags == [each.training for each in model.modules()]
+
+
+class WithAuxiliary(nn.Module):  # type: ignore[misc]
+    """Returns what an auxiliary head makes besides, in training only, as Inception does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.auxiliary = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Any) -> Any:
+        x = self.body(x).tanh()
+        return {"out": self.head(x), "aux": self.auxiliary(x)} if self.training else {"out": self.head(x)}
+
+
+def both_heads(output: Any, targets: Any) -> Any:
+    return f.cross_entropy(output["out"], targets) + 0.4 * f.cross_entropy(output["aux"], targets)
+
+
+def over_positives(output: Any, targets: Any) -> Any:
+    counted = (targets > 0).double()
+    losses = sum(f.cross_entropy(each, targets, reduction="none") for each in (output["out"], output["aux"]))
+    return (losses * counted).sum() / counted.sum()
+
+
+def test_a_loss_of_what_a_model_returns_in_training_only_is_compared_in_training() -> None:
+    """As of detectors, which take a mean over what is in the images of a batch."""
+    model, inputs = WithAuxiliary().double(), {"x": torch.randn(8, 6, dtype=torch.float64)}
+    found, targets = trace_model(model, inputs), torch.tensor([0, 0, 1, 2, 3, 0, 1, 1])
+    assert check_samples(model, found, inputs, targets, both_heads, None, frozenset()) == []
+    targets[0] = 3
+    with pytest.raises(PipelineError, match="counts something else than samples"):
+        look(model, inputs, targets, over_positives)
+
+
+@pytest.mark.parametrize("counting", [[0, 0, 1, 1], [0, 0, 0, 1]])
+def test_parts_in_which_nothing_counts_show_a_mean_over_what_counts(counting: list[int]) -> None:
+    inputs, mask = {"x": torch.randn(4, 12)}, torch.tensor(counting).float()
+
+    def mean(output: Any, targets: Any) -> Any:
+        return (output.square().sum(1) * targets).sum() / targets.sum()
+
+    with pytest.raises(PipelineError, match="counts something else than samples"):
+        look(Mlp(), inputs, mask, mean)
+    look(Mlp(), inputs, mask, mean, lambda output, targets: targets.sum())
+
+
+def test_sums_that_come_in_another_order_each_time_do_not_keep_a_loss_from_being_compared() -> None:
+    """As on GPUs, by atomic additions."""
+    orders = itertools.cycle([0.0, 1e-7])
+
+    def reordered(output: Any, targets: Any) -> Any:
+        return info_nce(output, targets) * (1.0 + next(orders))
+
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        look(Twins(compares=False), twins(), torch.arange(16), reordered)
+
+
+class Noise(nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return x + torch.randn_like(x) if self.training else x
+
+
+def test_numbers_that_are_drawn_in_front_of_a_layer_of_zeros_are_no_samples_that_meet() -> None:
+    """As stochastic depth draws them: the loss is the same each time, and gradients are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Noise(), nn.Linear(6, 4))
+    nn.init.zeros_(model[2].weight)
+    look(model, {"input": torch.randn(8, 6)}, torch.arange(8) % 4, f.cross_entropy)
+
+
+class Pupil(nn.Module):  # type: ignore[misc]
+    """Begins as a copy of what it learns from."""
+
+    def __init__(self, is_centred: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.own, self.teacher, self.is_centred = nn.Linear(6, 4), nn.Linear(6, 4), is_centred
+        self.teacher.load_state_dict(self.own.state_dict())
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        own, taught = self.own(x), self.teacher(x)
+        return (own - own.mean(0), taught - taught.mean(0)) if self.is_centred else (own, taught)
+
+
+DISTILLING: list[Callable[..., Any]] = [
+    lambda output, targets: f.kl_div(
+        output[0].log_softmax(-1), output[1].log_softmax(-1), reduction="batchmean", log_target=True
+    ),
+    lambda output, targets: f.cross_entropy(output[0], output[1].softmax(-1)),
+    lambda output, targets: (1 - f.cosine_similarity(output[0], output[1])).mean(),
+]
+
+
+@pytest.mark.parametrize("loss", DISTILLING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_between_a_model_and_its_copy_is_not_taken_for_samples_that_meet(loss: Any, dtype: Any) -> None:
+    inputs = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=dtype)}
+    look(Pupil(is_centred=False).to(dtype), inputs, torch.arange(8), loss)
+    with pytest.raises(PipelineError, match="they meet in the model"):
+        look(Pupil(is_centred=True).to(dtype), inputs, torch.arange(8), loss)

@@ -17,6 +17,7 @@ from everstep.pipeline.frontend.check import compare_gradients
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.repeatable_modes import repeatable_training
 
 _log = logging.getLogger("everstep.pipeline")
 
@@ -48,11 +49,27 @@ def compare_stages(
         or any(part.listens for part in parts)
         or any(call.opaque for call in found.record.root.all_calls())
     )
+
+    def compare() -> None:
+        with casting_to(autocast, tensors[0].device.type):
+            compare_gradients(model, parts, batch, _project_output, tolerance=tolerance, has_hooks=has_hooks)
+
     try:
         for each in modules if quiet else ():
             each.training = False
-        with casting_to(autocast, tensors[0].device.type):
-            compare_gradients(model, parts, batch, _project_output, tolerance=tolerance, has_hooks=has_hooks)
+        try:
+            compare()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not quiet:
+                raise
+            # In evaluation some code makes no graph, or frees it: torch.autograd.grad(…, create_graph=self.training).
+            _log.info("the stages are compared in training, not in evaluation: %s", error)
+            for each, flag in flags.items():
+                each.training = flag
+            with repeatable_training(nn.ModuleList([model, *(part.module for part in parts)])):
+                compare()
     except torch.OutOfMemoryError:
         _log.warning("the stages were not compared with the model: there is not enough memory for both")
     except PipelineError as error:

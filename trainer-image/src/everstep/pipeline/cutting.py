@@ -239,6 +239,7 @@ def _check_cut(
             request.model, found, terms.example, request.targets, known, weight, unsplit_inputs, many, least
         )
     )
-    if known is None:
+    # One sample meets no other: the first micro-batch that has several is looked at.
+    if known is None or batch_size(terms.example, unsplit_inputs) == 1:
         return CountedTargets(FirstLook(loss, weight, times), weight), ()
     return CountedTargets(loss, weight), idle

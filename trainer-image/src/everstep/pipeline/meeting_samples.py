@@ -30,8 +30,10 @@ from everstep.pipeline.sample_differences import (
     differentiate,
     find_difference,
     find_difference_of_many,
+    is_rounding,
     join_parts,
     take_samples,
+    vary_weights,
 )
 
 _log = logging.getLogger("everstep.pipeline")
@@ -88,6 +90,7 @@ def check_samples(
     learning = [each for each in model.parameters() if each.requires_grad]
     names = [name for name, each in model.named_parameters() if each.requires_grad]
     idle, of_learning = set(names), list[bool]()
+    modes = (evaluation_mode, repeatable_training) if differs_in_training(found) else (evaluation_mode,)
 
     def run(given: Mapping[str, Any], number: int, *, is_differentiated: bool = True) -> Ran:
         here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
@@ -104,17 +107,32 @@ def check_samples(
         idle.difference_update(name for name, each in zip(names, slope, strict=False) if each is not None)
         return map_tensors(output, torch.Tensor.detach), part, slope
 
-    def find(number: int, compare: Callable[..., SampleDifference | None]) -> SampleDifference | None:
+    def confirm(apart: SampleDifference, number: int, compare: Callable[..., SampleDifference | None]) -> Any:
         try:
-            for mode in (evaluation_mode, repeatable_training) if differs_in_training(found) else (evaluation_mode,):
-                with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
-                    if (apart := compare(run, take(number), number, unsplit_inputs)) is not None:
-                        return apart
-        except PipelineError:
-            raise
+            here = run(take(number), number)
+            vary_weights(learning)
+            is_nothing = is_rounding(apart, here, run(take(number), number))
+            return compare(run, take(number), number, unsplit_inputs) if is_nothing else apart
         except Exception as error:
-            _log.info("whether %s samples meet was not checked: %s: %s", number, type(error).__name__, error)
-            idle.clear()
+            _log.info("the difference was not looked at again: %s: %s", type(error).__name__, error)
+            return apart
+
+    def find(number: int, compare: Callable[..., SampleDifference | None]) -> SampleDifference | None:
+        for mode in modes:
+            try:
+                with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
+                    apart = compare(run, take(number), number, unsplit_inputs)
+                    if apart is not None and apart.gradients:
+                        apart = confirm(apart, number, compare)
+            except PipelineError:
+                raise
+            except Exception as error:
+                _log.info("whether %s samples meet was not checked: %s: %s", number, type(error).__name__, error)
+                if mode is modes[-1]:  # before, a model may return something else, which the loss does not take
+                    idle.clear()
+                continue
+            if apart is not None:
+                return apart
         return None
 
     apart = find(count, partial(find_difference, combine=add_parts, least=least))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 # The numbers of dimensions of what a layer may take: each is tried with channels behind the samples and at the end.
 _DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+_ANY = (2, 3, 4, 5)  # of a layer that is none of these classes
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Elements with which a layer is tried, and the most samples: one that takes parts of a batch may take large ones.
 _ELEMENTS, _SAMPLES = 1 << 17, 4096
@@ -56,15 +57,16 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def _keeps_them_as_torch_does(module: Any, dtype: torch.dtype) -> bool:
-    dimensions = next((counts for kind, counts in _DIMENSIONS.items() if isinstance(module, kind)), ())
+    dimensions = next((counts for kind, counts in _DIMENSIONS.items() if isinstance(module, kind)), _ANY)
     if not module.track_running_stats:
         return False
     # While a model is recorded, what is done here is none of it.
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
         found = [
-            _does_as_torch(module, count, place, dtype) for count in dimensions for place in sorted({1, count - 1})
+            [_does_as_torch(module, count, place, dtype) for place in sorted({1, count - 1})] for count in dimensions
         ]
-    return True in found and False not in found
+    # One that reshapes what it is given takes channels in both places, and does as torch with those in its own.
+    return any(True in each for each in found) and all(True in each or False not in each for each in found)
 
 
 def _does_as_torch(module: Any, dimensions: int, place: int, dtype: torch.dtype) -> bool | None:
