@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from everstep.pipeline.engine.engine import Engine, StepResult
-from everstep.pipeline.engine.microbatch import compute_bounds, split_batch
+from everstep.pipeline.engine.microbatch import batch_size, compute_bounds, split_batch
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.schedules import ActionKind, lower_schedule, make_schedule
@@ -35,6 +35,15 @@ def test_parts_of_a_batch_are_as_equal_as_can_be_and_none_is_empty() -> None:
     assert [part["x"].tolist() for part in found] == [[0, 1, 2], [3, 4]]
     assert found[1]["n"] == 3
     assert found[1]["deep"][0].shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("are_targets", "advice"),
+    [(False, r"EngineOptions\.unsplit_inputs"), (True, r"give the loss .* itself, as by functools\.partial")],
+)
+def test_tensors_without_samples_are_told_with_what_can_be_done_there(are_targets: bool, advice: str) -> None:
+    with pytest.raises(PipelineError, match=rf"of different first dimensions \(y 8, w 3\): .*{advice}"):
+        batch_size({"y": torch.ones(8), "w": torch.ones(3)}, are_targets=are_targets)
 
 
 def test_who_reads_what_is_stated_and_others_may_leave_it_out() -> None:

@@ -142,7 +142,9 @@ def _make_plan(terms: PipelineTerms, found: Traced | Tree) -> Plan:
     request, options = terms.request, terms.request.plan
 
     def sum_of_loss(output: Any, targets: Any) -> Any:
-        return compute_loss(request.loss, output, targets, batch_size(targets) or 1, request.engine.loss_weight).sum
+        return compute_loss(
+            request.loss, output, targets, batch_size(targets, are_targets=True) or 1, request.engine.loss_weight
+        ).sum
 
     return make_plan(
         request.model,

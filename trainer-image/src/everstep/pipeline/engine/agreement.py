@@ -77,7 +77,7 @@ def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, unsplit_
             )
         counted = {"its batch has": batch_size(inputs, unsplit_inputs), "its targets have": None}
         if reads.targets:
-            counted["its targets have"] = batch_size(targets)
+            counted["its targets have"] = batch_size(targets, are_targets=True)
         # A rank may read what has no samples: a number, an argument that goes whole to each micro-batch.
         sizes = {what: size for what, size in counted.items() if size is not None}
         if len(set(sizes.values())) > 1:

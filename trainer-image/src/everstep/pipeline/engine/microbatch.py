@@ -21,8 +21,8 @@ def select_arguments(batch: Any, names: Collection[str]) -> Any:
     return {name: batch[name] for name in sorted(names)}
 
 
-def batch_size(batch: Any, unsplit_inputs: frozenset[str] = frozenset()) -> int | None:
-    """Samples of a batch: the first dimension of its tensors; None if it has none.
+def batch_size(batch: Any, unsplit_inputs: frozenset[str] = frozenset(), *, are_targets: bool = False) -> int | None:
+    """Samples of a batch, or of its targets: the first dimension of its tensors; None if it has none.
 
     Arguments named in `unsplit_inputs`, tensors without dimensions and other objects go whole to each micro-batch.
     PipelineError if tensors differ.
@@ -36,7 +36,12 @@ def batch_size(batch: Any, unsplit_inputs: frozenset[str] = frozenset()) -> int 
                 if tensor.dim():
                     sizes.setdefault(tensor.shape[0], name)
     if len(sizes) > 1:
-        found = ", ".join(f"{name} {size}" for size, name in sizes.items())
+        found = ", ".join(f"{name} {size}".strip() for size, name in sizes.items())
+        if are_targets:
+            raise PipelineError(
+                f"the targets have tensors of different first dimensions ({found}): give the loss what has no samples "
+                "itself, as by functools.partial(loss, weights=...)"
+            )
         raise PipelineError(
             f"the batch has tensors of different first dimensions ({found}): name those that are not cut in "
             "EngineOptions.unsplit_inputs"
