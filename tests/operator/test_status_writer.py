@@ -1,4 +1,4 @@
-"""How a status is written: by which requests, and over which CRDs."""
+"""A status is written by the requests that it needs, over CRDs of its own version and older ones."""
 
 from __future__ import annotations
 
