@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -92,24 +92,27 @@ async def test_a_status_whose_answer_comes_after_the_jobs_deletion_leaves_no_job
 ) -> None:
     """Else the operator would go on planning for it, and make its Service and its ConfigMaps again."""
     async with watching_operator(control_plane, still_world, JOBS, monkeypatch) as (made, client):
-        merge_status, jobs = client.merge_status, made.cache.jobs
-        key = (still_world.namespace, "digits")
+        jobs, key = made.cache.jobs, (still_world.namespace, "digits")
         answered = asyncio.Event()
 
-        async def applying(*args: Any) -> Any:
-            answer = await merge_status(*args)
-            if answer["metadata"]["name"] != "digits":
+        def delete_before_the_answer(write: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+            async def writing(*args: Any) -> Any:
+                answer = await write(*args)
+                if answer["metadata"]["name"] != "digits":
+                    return answer
+                await still_world.client.delete(JOBS, *key, uid=answer["metadata"]["uid"])
+
+                async def told_of_it() -> bool:
+                    return jobs.get(key) is None
+
+                await until(told_of_it, "the watch tells of the deletion", 60)
+                answered.set()
                 return answer
-            await still_world.client.delete(JOBS, *key, uid=answer["metadata"]["uid"])
 
-            async def told_of_it() -> bool:
-                return jobs.get(key) is None
+            return writing
 
-            await until(told_of_it, "the watch tells of the deletion", 60)
-            answered.set()
-            return answer
-
-        monkeypatch.setattr(client, "merge_status", applying)
+        for name in ("merge_status", "apply_status"):
+            monkeypatch.setattr(client, name, delete_before_the_answer(getattr(client, name)))
         await still_world.submit("digits", numNodes=1)
         async with asyncio.timeout(60):
             await answered.wait()

@@ -52,6 +52,20 @@ def test_without_a_place_for_an_epoch_or_a_charge_nothing_is_written() -> None:
     assert fields.strip(STATUS) == STATUS
 
 
+def test_what_must_be_on_record_is_not_sent_where_it_may_be_dropped_until_it_was_stored() -> None:
+    fields = UndeclaredFields(Clock())
+    charged = {**STATUS, "restarts": {"charges": [{"id": "1.1"}]}}
+    assert fields.can_hold({"nodes": 2})
+    assert not fields.can_hold(STATUS)
+    fields.note_stored({**STATUS, "restarts": {"charges": []}})
+    assert fields.can_hold(STATUS)
+    assert not fields.can_hold(charged), "an empty list shows nothing of its items"
+    fields.note_stored(charged)
+    assert fields.can_hold(charged)
+    assert not fields.learn(rejection(".status.restarts.charges.id"))
+    assert not fields.can_hold(STATUS), "these CRDs are older than those before"
+
+
 def test_they_are_tried_again_after_a_while() -> None:
     clock = Clock()
     fields = UndeclaredFields(clock)

@@ -78,7 +78,8 @@ class ActionExecutor:
     budgets: DisruptionBudgets
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
     _names_due: dict[str, float] = field(default_factory=dict)  # by UID of large jobs: see `_name_pods`
-    _unnamed: dict[str, ApiObject] = field(default_factory=dict)  # Services made here that select pod 0 alone, likewise
+    # Versions of Services that were made here and select pod 0 alone, likewise. A job may wait for nodes for days.
+    _unnamed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.taints = OutOfServiceTaints(self.client)
@@ -211,11 +212,11 @@ class ActionExecutor:
         if is_new:
             self.forget(job.uid)
             if lacks_names(found):
-                self._unnamed[job.uid] = found
+                self._unnamed[job.uid] = found["metadata"]["resourceVersion"]
         elif lacks_names(found) and not lacks_names(action.body):
             # The job was large when it was made, and has become a small one while it was suspended.
             try:
-                await self._select_all_pods(job, found)
+                await self._select_all_pods(job, found["metadata"]["resourceVersion"])
             except (errors.NotAuthorized, *_BY_ADMISSION) as error:
                 log.warning("pods have no names in DNS", job=f"{job.namespace}/{job.name}", error=str(error))
 
@@ -229,7 +230,7 @@ class ActionExecutor:
             if not await self._select_all_pods_of_known(job):
                 found, _ = await self._ensure(SERVICES, job, action.body)
                 if lacks_names(found):
-                    await self._select_all_pods(job, found)
+                    await self._select_all_pods(job, found["metadata"]["resourceVersion"])
         except (errors.ApiError, errors.Unreachable, errors.NotOurs, StaleObject) as error:
             log.warning("pods have no names in DNS yet", job=f"{job.namespace}/{job.name}", error=str(error))
             return NAME_RETRY_SECONDS
@@ -246,8 +247,8 @@ class ActionExecutor:
             return True
         return False
 
-    async def _select_all_pods(self, job: JobRef, service: ApiObject) -> None:
-        meta = {"name": service["metadata"]["name"], "resourceVersion": service["metadata"]["resourceVersion"]}
+    async def _select_all_pods(self, job: JobRef, version: str) -> None:
+        meta = {"name": job.name, "resourceVersion": version}
         await self.client.merge(SERVICES, job.namespace, {"metadata": meta, "spec": {"selector": {LABEL_INDEX: None}}})
 
     async def _ensure_template(self, job: JobRef, action: act.EnsureTemplate) -> None:

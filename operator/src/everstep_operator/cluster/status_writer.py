@@ -2,7 +2,8 @@
 
 Of two operators only the one with the observed resourceVersion gets past a write. Nearly every one is a merge patch of
 the status that the cache shows: it costs the API server two thirds of an apply. But it drops what older CRDs lack
-without a word, so a status that is not stored as it was sent is applied.
+without a word. So a status that is not stored as it was sent is applied, and so is one with something that must be on
+record and was never stored before.
 
 An apply removes only what nobody else owns. A client that has applied a status, or a restored backup, owns its fields
 too, and a manager `before-first-apply` owns all of an object whose `managedFields` were cleared. What is left then is
@@ -54,11 +55,12 @@ class StatusWriter:
         """
         meta = job.metadata
         head = {"name": meta.name, "namespace": meta.namespace, "resourceVersion": meta.resource_version}
+        whole = status.manifest()
         found: Mapping[str, Any] | None = None
-        if known is not None and str(known.version) == meta.resource_version:
+        if known is not None and str(known.version) == meta.resource_version and self.undeclared.can_hold(whole):
             found = known.value.get("status") or {}
         while found is not None:
-            declared = self.undeclared.strip(status.manifest())
+            declared = self.undeclared.strip(whole)
             try:
                 stored = await self._replace(found, head, declared)
             except errors.Invalid as error:
@@ -70,9 +72,10 @@ class StatusWriter:
             head["resourceVersion"], found = stored["metadata"]["resourceVersion"], None
         body = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "metadata": {**head, "uid": meta.uid}}
         while True:
-            declared = self.undeclared.strip(status.manifest())
+            declared = self.undeclared.strip(whole)
             try:
                 stored = await self.client.apply_status(JOBS, meta.namespace, {**body, "status": declared})
+                self.undeclared.note_stored(stored.get("status") or {})
                 break
             except (errors.Undeclared, errors.Invalid) as error:
                 if self.undeclared.learn(error.message):

@@ -2,14 +2,15 @@
 
 The API server drops unknown fields of a create or an update, but rejects a whole apply for one of them, with a 500 that
 names them; and a condition of a type that the CRD does not list with a 422. No status could be written, and nothing be
-done for any job: so the status is written without them.
+done for any job: so the status is written without them. What must be on record is left out of none: a merge patch,
+of which it would be dropped without a word, has it only once an apply has shown that there is a place for it.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,7 @@ class UndeclaredFields:
     clock: Callable[[], float] = time.monotonic
     _paths: set[FieldPath] = field(default_factory=set)
     _types: set[str] = field(default_factory=set)
+    _held: set[FieldPath] = field(default_factory=set)  # needed ones that were stored
     _until: float = 0.0
     _logs: LogRateLimiter = field(default_factory=LogRateLimiter)
 
@@ -57,7 +59,10 @@ class UndeclaredFields:
         """
         named = {tuple(_SELECTOR.sub("", path).split(".")[2:]) for path in _NAMED.findall(message)}
         types = set(_CONDITION.findall(message))
-        if (named <= self._paths and types <= self._types) or named & _NEEDED:
+        if named & _NEEDED:
+            self._held.clear()
+            return False
+        if named <= self._paths and types <= self._types:
             return False
         self._paths |= named
         self._types |= types
@@ -70,6 +75,18 @@ class UndeclaredFields:
                 times_before=left_out,
             )
         return True
+
+    def note_stored(self, status: Mapping[str, Any]) -> None:
+        """Take in a status that was applied, as it is stored then."""
+        self._held |= _list_needed(status)
+
+    def can_hold(self, status: Mapping[str, Any]) -> bool:
+        """Return whether the CRDs are known to hold all of a status that must be on record.
+
+        Args:
+            status: A status, as JSON has it.
+        """
+        return _list_needed(status) <= self._held
 
     def keep(self, status: TrainingJobStatus) -> dict[str, Any]:
         """Return the fields of a status that are known to be missing as a whole, by their names in the model: what a
@@ -98,6 +115,21 @@ class UndeclaredFields:
         for path in self._paths:
             status = _without(status, path)
         return status
+
+
+def _list_needed(status: Mapping[str, Any]) -> set[FieldPath]:
+    return {path for path in _NEEDED if _has(status, path)}
+
+
+def _has(value: Any, path: FieldPath) -> bool:
+    """Return whether a value has the field of this path; of a list the first item counts, which is like all others."""
+    for name in path:
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if not isinstance(value, Mapping) or name not in value:
+            return False
+        value = value[name]
+    return True
 
 
 def _without(value: Any, path: Sequence[str]) -> Any:
