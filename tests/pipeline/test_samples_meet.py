@@ -18,6 +18,7 @@ from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
 from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.meeting_samples import FirstLook, check_samples  # noqa: E402
+from everstep.pipeline.sample_differences import SampleDifference  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.architectures import Mlp  # noqa: E402
@@ -97,11 +98,13 @@ def sentences(samples: int = 16) -> tuple[Any, Any]:
     return tokens, tokens.where(torch.arange(7) < lengths[:, None], IGNORED)
 
 
-def look(model: nn.Module, inputs: dict[str, Any], targets: Any, loss: Any, weight: Any = None) -> None:
+def look(
+    model: nn.Module, inputs: dict[str, Any], targets: Any, loss: Any, weight: Any = None, microbatch: int = 0
+) -> None:
     before = {name: each.clone() for name, each in model.state_dict().items()}
     state = torch.get_rng_state()
     try:
-        check_samples(model, trace_model(model, inputs), inputs, targets, loss, weight, frozenset())
+        check_samples(model, trace_model(model, inputs), inputs, targets, loss, weight, frozenset(), microbatch)
     finally:
         assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state)
@@ -170,6 +173,38 @@ def test_without_targets_the_first_micro_batch_that_has_two_samples_is_looked_at
     FirstLook(lambda output, targets: output[0].sum() / 7, None, 2)(torch.randn(7, 7, 3), torch.arange(7))
 
 
+def test_without_targets_two_micro_batches_of_one_sample_each_are_looked_at() -> None:
+    def mean_of_scores(output: Any, targets: Any) -> Any:
+        return (output * targets).mean()
+
+    def alone(loss: Any, *shapes: tuple[int, ...]) -> None:
+        looking, random = FirstLook(loss, None, 2), torch.Generator().manual_seed(1)
+        for shape in shapes:
+            looking(torch.randn(1, *shape, generator=random), torch.ones(1, 1))
+
+    with pytest.raises(PipelineError, match=r"the loss of 2 samples .* the loss takes them together"):
+        alone(lambda output, targets: output.square().mean() - output.mean(0).square().sum(), (5,), (3,), (3,))
+    alone(mean_of_scores, (1,), (1,), (3,))
+    # A number that may be of no sample; and a loss that takes one sample only.
+    alone(lambda output, targets: output.sum(), (), ())
+    alone(lambda output, targets: output.square().sum(1).squeeze(), (3,), (3,))
+
+
+def test_after_micro_batches_of_one_number_those_of_several_samples_are_looked_at() -> None:
+    looking = FirstLook(lambda output, targets: (output - output.mean()).square().mean() + output.sum(), None, 2)
+    looking(torch.randn(1), torch.ones(1))
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        looking(torch.randn(4, generator=torch.Generator().manual_seed(1)), torch.ones(4))
+
+
+def test_gradients_that_are_no_numbers_are_not_told_of() -> None:
+    def text(gradients: float) -> str:
+        return str(SampleDifference(4, 2, 1.0, 2.0, gradients, alike=False).error("here"))
+
+    assert "gradients differ by 50.0%" in text(0.5)
+    assert "gradients" not in text(float("nan"))
+
+
 def test_labels_that_number_the_samples_of_a_batch_are_said_to_leave_micro_batches_without_them(caplog: Any) -> None:
     given, labels = twins(8), torch.arange(8)
 
@@ -181,17 +216,22 @@ def test_labels_that_number_the_samples_of_a_batch_are_said_to_leave_micro_batch
     assert "take microbatches=1 and one replica" in caplog.text
 
 
-def _train(rank: int, example: int, with_targets: bool) -> str:
+def _train(rank: int, example: int, with_targets: bool, microbatches: int, is_empty: bool) -> str:
     torch.manual_seed(0)
+    model, weights = Twins(compares=False), {}
+    if is_empty:
+        weights = {"weights": model.state_dict()}
+        with torch.device("meta"):
+            model = Twins(compares=False)
     targets = torch.arange(16)
     options: dict[str, Any] = {"targets": targets[:example]} if with_targets else {}
     try:
         run = pipeline(
-            Twins(compares=False),
+            model,
             twins(example),
             info_nce,
-            microbatches=2,
-            **group_options(costs="counted", global_batch=16, **options),
+            microbatches=microbatches,
+            **group_options(costs="counted", global_batch=16, **weights, **options),
         )
         run.step(twins(), targets)
     except Exception as error:
@@ -199,9 +239,12 @@ def _train(rank: int, example: int, with_targets: bool) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize(("example", "with_targets"), [(16, True), (16, False), (1, True)])
-def test_all_ranks_end_with_the_reason(example: int, with_targets: bool) -> None:
-    for said in ranks.run(2, _train, example, with_targets):
+@pytest.mark.parametrize(
+    ("example", "with_targets", "microbatches", "is_empty"),
+    [(16, True, 2, False), (16, False, 2, False), (1, True, 2, False), (1, True, 16, False), (16, True, 2, True)],
+)
+def test_all_ranks_end_with_the_reason(example: int, with_targets: bool, microbatches: int, is_empty: bool) -> None:
+    for said in ranks.run(2, _train, example, with_targets, microbatches, is_empty):
         assert "would train something else than the batch: the loss takes them together" in said
 
 
@@ -353,49 +396,3 @@ def test_sums_that_come_in_another_order_each_time_do_not_keep_a_loss_from_being
 
     with pytest.raises(PipelineError, match="the loss takes them together"):
         look(Twins(compares=False), twins(), torch.arange(16), reordered)
-
-
-class Noise(nn.Module):  # type: ignore[misc]
-    def forward(self, x: Any) -> Any:
-        return x + torch.randn_like(x) if self.training else x
-
-
-def test_numbers_that_are_drawn_in_front_of_a_layer_of_zeros_are_no_samples_that_meet() -> None:
-    """As stochastic depth draws them: the loss is the same each time, and gradients are not."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Noise(), nn.Linear(6, 4))
-    nn.init.zeros_(model[2].weight)
-    look(model, {"input": torch.randn(8, 6)}, torch.arange(8) % 4, f.cross_entropy)
-
-
-class Pupil(nn.Module):  # type: ignore[misc]
-    """Begins as a copy of what it learns from."""
-
-    def __init__(self, is_centred: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.own, self.teacher, self.is_centred = nn.Linear(6, 4), nn.Linear(6, 4), is_centred
-        self.teacher.load_state_dict(self.own.state_dict())
-        self.teacher.requires_grad_(False)
-
-    def forward(self, x: Any) -> Any:
-        own, taught = self.own(x), self.teacher(x)
-        return (own - own.mean(0), taught - taught.mean(0)) if self.is_centred else (own, taught)
-
-
-DISTILLING: list[Callable[..., Any]] = [
-    lambda output, targets: f.kl_div(
-        output[0].log_softmax(-1), output[1].log_softmax(-1), reduction="batchmean", log_target=True
-    ),
-    lambda output, targets: f.cross_entropy(output[0], output[1].softmax(-1)),
-    lambda output, targets: (1 - f.cosine_similarity(output[0], output[1])).mean(),
-]
-
-
-@pytest.mark.parametrize("loss", DISTILLING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rounding_between_a_model_and_its_copy_is_not_taken_for_samples_that_meet(loss: Any, dtype: Any) -> None:
-    inputs = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=dtype)}
-    look(Pupil(is_centred=False).to(dtype), inputs, torch.arange(8), loss)
-    with pytest.raises(PipelineError, match="they meet in the model"):
-        look(Pupil(is_centred=True).to(dtype), inputs, torch.arange(8), loss)

@@ -9,7 +9,7 @@ from typing import Any
 from everstep.pipeline.comparison import compare_stages
 from everstep.pipeline.counted_targets import CountedTargets
 from everstep.pipeline.engine.losses import Loss, compute_loss
-from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.engine.microbatch import Parts, batch_size
 from everstep.pipeline.first_call import call_once, count_least_samples
 from everstep.pipeline.frontend.foreign_weights import TrainedElsewhere, make_foreign_error
 from everstep.pipeline.frontend.split import split_model
@@ -22,7 +22,7 @@ from everstep.pipeline.half import refuse_half_regions
 from everstep.pipeline.left_behind import LossUses, WatchedLoss, check_left_behind, check_second_forward
 from everstep.pipeline.loss_graph import check_loss_graph
 from everstep.pipeline.loss_state import loss_kept, refuse_state
-from everstep.pipeline.meeting_samples import FirstLook, check_samples
+from everstep.pipeline.meeting_samples import FirstLook, check_samples, has_samples
 from everstep.pipeline.negotiation import PipelineTerms
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.prepare import (
@@ -241,7 +241,14 @@ def _check_cut(
             request.model, found, terms.example, request.targets, known, weight, unsplit_inputs, many, least
         )
     )
-    # One sample meets no other: the first micro-batch that has several is looked at.
-    if known is None or batch_size(terms.example, unsplit_inputs) == 1:
+    # One sample meets no other, and without weights nothing is computed: then micro-batches are looked at.
+    are_cut = isinstance(request.targets, Parts)
+    is_known = first(
+        lambda: (
+            known is not None
+            and (are_cut or has_samples(request.model, terms.example, request.targets, unsplit_inputs))
+        )
+    )
+    if not is_known:
         return CountedTargets(FirstLook(loss, weight, times), weight), ()
     return CountedTargets(loss, weight), idle

@@ -30,10 +30,11 @@ from everstep.pipeline.sample_differences import (
     differentiate,
     find_difference,
     find_difference_of_many,
-    is_rounding,
     join_parts,
+    join_samples,
+    look_again,
     take_samples,
-    vary_weights,
+    vary_tensors,
 )
 
 _log = logging.getLogger("everstep.pipeline")
@@ -76,10 +77,10 @@ def check_samples(
     Raises:
         PipelineError: They differ: a batch is more than its samples, and micro-batches would train something else.
     """
-    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
     samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), unsplit_inputs)
-    if any(each.device.type == "meta" for each in tensors) or not samples or samples < 2:
+    if not samples or not has_samples(model, inputs, targets, unsplit_inputs):
         return []
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
     device, count = tensors[0].device, min(samples, _SAMPLES)
 
     def take(number: int) -> dict[str, Any]:
@@ -107,23 +108,15 @@ def check_samples(
         idle.difference_update(name for name, each in zip(names, slope, strict=False) if each is not None)
         return map_tensors(output, torch.Tensor.detach), part, slope
 
-    def confirm(apart: SampleDifference, number: int, compare: Callable[..., SampleDifference | None]) -> Any:
-        try:
-            here = run(take(number), number)
-            vary_weights(learning)
-            is_nothing = is_rounding(apart, here, run(take(number), number))
-            return compare(run, take(number), number, unsplit_inputs) if is_nothing else apart
-        except Exception as error:
-            _log.info("the difference was not looked at again: %s: %s", type(error).__name__, error)
-            return apart
-
     def find(number: int, compare: Callable[..., SampleDifference | None]) -> SampleDifference | None:
         for mode in modes:
             try:
                 with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
-                    apart = compare(run, take(number), number, unsplit_inputs)
-                    if apart is not None and apart.gradients:
-                        apart = confirm(apart, number, compare)
+                    look = partial(compare, run, take(number), number, unsplit_inputs)
+                    if (apart := look()) is not None:
+                        # By the gradients of a few samples, also where those of many would need too much memory.
+                        few = partial(run, take(count), count)
+                        apart = look_again(apart, few, partial(vary_tensors, learning), look)
             except PipelineError:
                 raise
             except Exception as error:
@@ -152,6 +145,13 @@ def check_samples(
     raise apart.error(where, has_loss=loss is not None)
 
 
+def has_samples(model: nn.Module, inputs: Mapping[str, Any], targets: Any, unsplit_inputs: frozenset[str]) -> bool:
+    """Tell whether check_samples() has weights, and several samples."""
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
+    is_empty = any(each.device.type == "meta" for each in tensors)
+    return not is_empty and (batch_size(dict(inputs), unsplit_inputs) or 0) > 1
+
+
 def _measure_rows(output: Any, samples: int, of_learning: Sequence[bool]) -> LossPart:
     """A number to which each sample contributes, whatever the others are: of what learns, squares, which do not cancel
     each other out."""
@@ -165,7 +165,8 @@ def _measure_rows(output: Any, samples: int, of_learning: Sequence[bool]) -> Los
 
 
 class FirstLook:
-    """A loss that looks at the first micro-batch whether it takes samples together, where no targets were there before.
+    """A loss that looks at the first micro-batch whether it takes samples together, where that is not known yet; at two
+    where each has one sample.
 
     Raises:
         PipelineError: It does, as check_samples().
@@ -174,6 +175,7 @@ class FirstLook:
     def __init__(self, loss: Loss, weight: Loss | None, times: int) -> None:
         self._loss, self._weight, self._times = loss, weight, times
         self._looked, self._is_new = False, True
+        self._alone: Any = None  # the output and the targets of one sample
 
     def __call__(self, output: Any, targets: Any) -> Any:
         if self._is_new and torch.is_grad_enabled():
@@ -187,13 +189,25 @@ class FirstLook:
 
     def _look(self, output: Any, targets: Any) -> None:
         tensors = [*tensors_of(output), *tensors_of(targets)]
-        samples = next((len(each) for each in tensors_of(targets) if each.dim()), 0)
+        samples = next((len(each) for each in tensors_of(targets) if each.dim()), -1)
+        is_cut = all(each.dim() and len(each) == samples for each in tensors)
+        if samples in (0, 1):
+            # A single number may be of no sample, as what a model learns to scale others by.
+            if samples and is_cut and all(each.dim() > 1 for each in tensors_of(output)):
+                self._look_at_two(map_tensors((output, targets), lambda tensor: tensor.detach().clone()))
+            return
         # Another dimension of this size may be that of the samples: then nobody knows which one it is.
-        self._looked = samples > 1 or any(not each.dim() or each.shape.count(samples) != 1 for each in tensors)
-        if samples < 2 or any(not each.dim() or len(each) != samples for each in tensors):
-            return
-        if any(each.shape.count(samples) != 1 for each in tensors):
-            return
+        self._looked = True
+        if samples > 1 and is_cut and all(each.shape.count(samples) == 1 for each in tensors):
+            self._compare(output, targets, samples, is_sure=True)
+
+    def _look_at_two(self, alone: Any) -> None:
+        before, self._alone = self._alone, alone
+        if before is not None and (both := join_samples(before, alone)) is not None:
+            self._alone, self._looked = None, True
+            self._compare(both[0], both[1], 2, is_sure=False)
+
+    def _compare(self, output: Any, targets: Any, samples: int, *, is_sure: bool) -> None:
         count = min(samples, _SAMPLES)
         some = {"output": take_samples(output, samples, count), _TARGETS: take_samples(targets, samples, count)}
 
@@ -204,12 +218,20 @@ class FirstLook:
             part = compute_loss(self._loss, here["output"], here[_TARGETS], number, self._weight)
             return here["output"], part, differentiate(part, leaves if is_differentiated else [])
 
-        devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
+        def vary() -> None:
+            some["output"] = map_tensors(some["output"], lambda tensor: tensor.detach().clone())
+            vary_tensors([each for each in tensors_of(some["output"]) if each.is_floating_point()])
+
+        look = partial(find_difference, run, some, count, frozenset(), combine=join_parts)
+        devices = {each.device.index or 0 for each in tensors_of(output) if each.device.type == "cuda"}
         try:
             with torch.random.fork_rng(sorted(devices)):
-                apart = find_difference(run, some, count, frozenset(), combine=join_parts)
+                if (apart := look()) is not None:
+                    apart = look_again(apart, partial(run, some, count), vary, look)
         except PipelineError:
-            raise
+            if is_sure:
+                raise
+            return  # something in the output may be of no sample, and have a first dimension of 1
         except Exception as error:
             _log.info("whether the loss takes samples together was not checked: %s: %s", type(error).__name__, error)
             return

@@ -51,7 +51,8 @@ class SampleDifference:
             else "Take microbatches=1 and one replica, or give pipeline() the example's targets if the loss leaves out "
             "what samples have to do with each other"
         )
-        gradients = "" if self.gradients is None else f", and gradients differ by {self.gradients:.1%}"
+        is_known = self.gradients is not None and math.isfinite(self.gradients)
+        gradients = f", and gradients differ by {self.gradients:.1%}" if is_known else ""
         return PipelineError(
             f"{what} of {self.samples} samples is {self.at_once:.6g} at once and {self.together:.6g} in {self.parts} "
             f"parts{gradients}, so micro-batches and replicas would train something "
@@ -76,10 +77,7 @@ def find_difference(
     torch.manual_seed(0)
     output, at_once, slope = run(some, count)
     torch.manual_seed(1)
-    again = run(some, count)
-    # Where a last layer begins with zeros, only gradients show that numbers are drawn in front of it.
-    slopes, allowed = _compare_gradients(at_once, slope, [again], combine)
-    if not _are_repeated(again[1], at_once) or slopes > allowed / 10:
+    if not _is_repeated(run(some, count), at_once, slope, combine):
         return None
     rounding = 8 * torch.finfo(at_once.sum.dtype).eps if at_once.sum.is_floating_point() else 0.0
     for parts in sorted({2, max(count // least, 2)}):
@@ -146,6 +144,14 @@ def find_difference_of_many(
     return None
 
 
+def _is_repeated(
+    again: Ran, at_once: LossPart, slope: Gradients, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> bool:
+    # Where a last layer begins with zeros, only gradients show that numbers are drawn in front of it.
+    slopes, allowed = _compare_gradients(at_once, slope, [again], combine)
+    return _are_repeated(again[1], at_once) and not slopes > allowed / 10
+
+
 def _are_repeated(one: LossPart, other: LossPart) -> bool:
     """Tell whether two losses of the same differ by no more than the order of sums, which may be another one each time
     on a GPU."""
@@ -189,24 +195,49 @@ def _compare_gradients(
     return (apart / norm) ** 0.5 if norm else 0.0, allowed
 
 
-def vary_weights(weights: Sequence[torch.Tensor]) -> None:
-    """Change weights a little, each in its own way."""
+def vary_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Change tensors a little, each in its own way."""
     torch.manual_seed(2)
     with torch.no_grad():
-        for each in weights:
-            size = float(each.abs().double().square().mean().sqrt()) if each.numel() else 0.0
+        for each in tensors:
+            numbers = each.abs().double().nan_to_num(0.0, 0.0, 0.0)
+            size = float(numbers.square().mean().sqrt()) if each.numel() else 0.0
             each.add_(torch.randn_like(each) * (0.1 * (size or 0.1)))
 
 
-def is_rounding(apart: SampleDifference, here: Ran, there: Ran) -> bool:
-    """Tell whether a difference is one of rounding, as where a model is compared with a copy of itself: gradients are
-    nothing beside those of weights that are a little others, which are `there`."""
-    kind, other = here[1].sum.dtype, there[1]
-    rounding = min(1e3 * torch.finfo(kind).eps, 1e-3) if kind.is_floating_point else 0.0
-    size = abs(float(other.sum.detach()) / float(other.count))
-    return _find_norm(here[2]) < rounding * _find_norm(there[2]) and (
-        abs(apart.at_once - apart.together) <= rounding * size
-    )
+def look_again(
+    apart: SampleDifference,
+    compute: Callable[[], Ran],
+    vary: Callable[[], None],
+    compare: Callable[[], SampleDifference | None],
+) -> SampleDifference | None:
+    """Tell a difference from one of rounding, as where a model is compared with a copy of itself.
+
+    Args:
+        apart: The difference.
+        compute: Gives the gradients of some samples.
+        vary: Changes what the loss is computed of by a little.
+        compare: Looks for a difference, which is what counts if gradients were nothing beside those after the change.
+
+    Returns:
+        The difference, if it is one.
+    """
+    try:
+        here = compute()
+        vary()
+        return compare() if _is_rounding(here, compute()) else apart
+    except Exception as error:
+        _log.info("the difference was not looked at again: %s: %s", type(error).__name__, error)
+        return apart
+
+
+def _is_rounding(here: Ran, there: Ran) -> bool:
+    """Tell whether gradients are nothing beside others. Losses would not do: where one is the difference of two that
+    are alike, its rounding is that of those two."""
+    kinds = {here[1].sum.dtype, *(each.dtype for each in here[2] if each is not None)}
+    rounding = min(1e3 * max((torch.finfo(each).eps for each in kinds if each.is_floating_point), default=0.0), 1e-3)
+    one, other = _find_norm(here[2]), _find_norm(there[2])
+    return math.isfinite(float(there[1].sum.detach())) and math.isfinite(other) and one < rounding * other
 
 
 def _find_norm(gradients: Gradients) -> float:
@@ -215,6 +246,15 @@ def _find_norm(gradients: Gradients) -> float:
 
 def add_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(parts)).sum(0)
+
+
+def join_samples(one: Any, other: Any) -> Any:
+    """Two values at once; None if tensors in them differ in more than their samples."""
+    pairs = list(zip(tensors_of(one), tensors_of(other), strict=False))
+    if len(pairs) != len(tensors_of(other)) or any(each.shape[1:] != more.shape[1:] for each, more in pairs):
+        return None
+    joined = iter([torch.cat(pair) for pair in pairs])
+    return map_tensors(other, lambda _: next(joined))
 
 
 def join_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:

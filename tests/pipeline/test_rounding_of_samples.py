@@ -1,0 +1,97 @@
+"""Rounding and random numbers are not taken for samples that meet, and hide none that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as f  # noqa: E402
+
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.meeting_samples import FirstLook  # noqa: E402
+from tests.pipeline.test_samples_meet import Twins, info_nce, look, twins  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Noise(nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return x + torch.randn_like(x) if self.training else x
+
+
+def test_numbers_that_are_drawn_in_front_of_a_layer_of_zeros_are_no_samples_that_meet() -> None:
+    """As stochastic depth draws them: the loss is the same each time, and gradients are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Noise(), nn.Linear(6, 4))
+    nn.init.zeros_(model[2].weight)
+    look(model, {"input": torch.randn(8, 6)}, torch.arange(8) % 4, f.cross_entropy)
+
+
+class Pupil(nn.Module):  # type: ignore[misc]
+    """Begins as a copy of what it learns from."""
+
+    def __init__(self, is_centred: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.own, self.teacher, self.is_centred = nn.Linear(6, 4), nn.Linear(6, 4), is_centred
+        self.teacher.load_state_dict(self.own.state_dict())
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        own, taught = self.own(x), self.teacher(x)
+        return (own - own.mean(0), taught - taught.mean(0)) if self.is_centred else (own, taught)
+
+
+def entropy(output: Any) -> Any:
+    return -(output.softmax(-1) * output.log_softmax(-1)).sum(-1).mean()
+
+
+DISTILLING: list[Callable[..., Any]] = [
+    lambda output, targets: (
+        9 * f.kl_div((output[0] / 3).log_softmax(-1), (output[1] / 3).softmax(-1), reduction="batchmean")
+    ),
+    lambda output, targets: f.cross_entropy(output[0], output[1].softmax(-1)) - entropy(output[1]),
+    lambda output, targets: f.kl_div(
+        output[0].log_softmax(-1), output[1].log_softmax(-1), reduction="batchmean", log_target=True
+    ),
+    lambda output, targets: f.cross_entropy(output[0], output[1].softmax(-1)),
+    lambda output, targets: (1 - f.cosine_similarity(output[0], output[1])).mean(),
+]
+
+
+@pytest.mark.parametrize("loss", DISTILLING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_between_a_model_and_its_copy_is_not_taken_for_samples_that_meet(loss: Any, dtype: Any) -> None:
+    model, targets = Pupil(is_centred=False).to(dtype), torch.arange(16)
+    for seed in range(4):
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        look(model, {"x": x}, targets, loss, microbatch=8)
+        FirstLook(loss, None, 2)(model(x), targets)
+    with pytest.raises(PipelineError, match="they meet in the model"):
+        look(Pupil(is_centred=True).to(dtype), {"x": x}, targets, loss)
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        FirstLook(lambda output, targets: loss(centre(output), targets), None, 2)(model(x), targets)
+
+
+def centre(output: Any) -> Any:
+    return tuple(each - each.mean(0) for each in output)
+
+
+def test_samples_that_meet_are_found_where_weights_that_are_a_little_others_have_no_loss() -> None:
+    class Bounded(Twins):
+        def forward(self, left: Any, right: Any) -> Any:
+            return super().forward(left, right), self.one.weight.square().sum()
+
+    model = Bounded(compares=False)
+    here = float(model.one.weight.detach().square().sum())
+
+    def bounded(output: Any, targets: Any) -> Any:
+        return info_nce(output[0], targets) + (1e6 * ((output[1] - here).abs() - 1e-3).relu()).exp()
+
+    with pytest.raises(PipelineError, match="would train something else"):
+        look(model, twins(), torch.arange(16), bounded)
