@@ -148,6 +148,16 @@ def test_a_loader_begins_in_the_epoch_that_is_set_after_it_was_given(
     assert seen + list(train(resumed, 1)) == expected
 
 
+def test_a_loader_that_was_saved_before_its_first_batch_shuffles_as_it_would_have(tmp_path: Path) -> None:
+    loader, resumed = (make(lambda: {"shuffle": True, "batch_size": BATCH}) for _ in range(2))
+    with session(tmp_path) as ckpt:
+        ckpt.restore(train=everstep.PerRank(loader))
+        ckpt.save(0)
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(train=everstep.PerRank(resumed)).key is not None
+    assert [each.tolist() for each in resumed] == [each.tolist() for each in loader]
+
+
 def test_a_position_that_the_script_gave_a_loader_is_that_of_the_loader(tmp_path: Path) -> None:
     expected = list(train(make(MAKERS["of torch"]), 1))
     loader, given = make(MAKERS["of torch"]), make(MAKERS["of torch"])

@@ -14,6 +14,7 @@ import torch
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state.kinds import Saved, Stateful
 from everstep.checkpoint.state.loaded import is_instance
+from everstep.checkpoint.state.loader_samplers import takes_epoch
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -72,18 +73,24 @@ def check_position(loader: Any, name: str) -> None:
             )
 
 
-def read_state(inner: Any) -> Any:
+def read_state(inner: Any, *, is_saved: bool = False) -> Any:
     """Return the state of any object; of a loader of torchdata that has not begun nothing, or what it was given.
 
     To ask that one makes it begin: its samplers draw an order, in the epoch that they have by then, and a script gives
-    them another one before it iterates.
+    them another one before it iterates. Where none takes an epoch, one that is saved does begin: its order may follow
+    from what it drew when it was made.
+
+    Args:
+        inner: The object.
+        is_saved: Whether the state is.
     """
     if not is_loader_of_torchdata(inner):
         return inner.state_dict()
     is_nodes = is_loader_of_nodes(inner)
     iterator = inner._it if is_nodes else inner._iterator
     given = inner._next_iter_state_dict if is_nodes else inner.next_iter_state
-    return inner.state_dict() if iterator is not None else given or {}
+    begins = is_saved and not is_nodes and not given and not takes_epoch(inner)
+    return inner.state_dict() if begins or iterator is not None else given or {}
 
 
 def is_loader_of_torchdata(inner: object) -> bool:

@@ -74,7 +74,7 @@ class StatefulObject:
         if self._step is not None and isinstance(self._inner, Stepped):
             state = self._inner.state_at(self._step)
         else:
-            state = read_state(self._inner)
+            state = read_state(self._inner, is_saved=self._step is not None)
         check_nesting(state, self.prefix)
         yield from _iterate_leaves(self.prefix, state)
         more = {"class": describe_stateful(self._inner)}
