@@ -62,6 +62,17 @@ class Outer(nn.Module):  # type: ignore[misc]
         return self._original_module.load_state_dict(state, strict=strict, **options)
 
 
+class Copied(nn.Module):  # type: ignore[misc]
+    """Says copies of its state, under its own names, as to keep it in main memory."""
+
+    def __init__(self, wrapped: Any) -> None:
+        super().__init__()
+        self.inner = wrapped
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {key: each.clone() for key, each in super().state_dict(*args, **options).items()}
+
+
 def session(folder: Path) -> Checkpointer:
     return everstep.checkpointer(
         folder / "store",
@@ -125,6 +136,8 @@ def statistics(rank: int) -> dict[str, Any]:
     models: dict[str, Callable[[], dict[str, object]]] = {
         "ddp": lambda: {"model": DDP(Normed())},
         "ddp, saved as the model within": lambda: {"model": Outer(DDP(Normed()))},
+        "ddp, saved as the model within, in a module": lambda: {"model": nn.ModuleDict({"a": Outer(DDP(Normed()))})},
+        "ddp, saved as copies": lambda: {"model": Copied(DDP(Normed()))},
         "ddp of two stages": lambda: {f"stage{rank // 2}": DDP(Normed(), process_group=mine)},
         "ddp of two groups": lambda: {"model": DDP(Normed(), process_group=mine)},
         "not broadcast": lambda: {"model": DDP(Normed(), broadcast_buffers=False)},
@@ -158,6 +171,9 @@ def test_statistics_come_whole_from_who_owns_them_or_are_refused_with_both_ranks
     stages = [sorted(each.replace("model", f"stage{i}") for each in buffers) for i in (0, 1)]
     assert [each["ddp"] for each in found] == [buffers, [], [], []]
     assert [each["ddp, saved as the model within"] for each in found] == [buffers, [], [], []]
+    for how, path in (("saved as the model within, in a module", "a"), ("saved as copies", "inner")):
+        longer = [each.replace("model", f"model.{path}") for each in buffers]
+        assert [each[f"ddp, {how}"] for each in found] == [longer, [], [], []]
     assert [each["ddp of two stages"] for each in found] == [stages[0], [], stages[1], []]
     assert [each["no ddp, from rank 3"] for each in found] == [[], [], [], buffers]
     assert [len(each["no ddp, per rank"]) for each in found] == [4] * 4

@@ -17,8 +17,10 @@ from torch import nn  # noqa: E402
 
 from everstep.checkpoint.catalog.leases import list_leases  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, Denied, RestoreFailed, StoreError  # noqa: E402
-from everstep.checkpoint.format.keys import HINT, Key  # noqa: E402
+from everstep.checkpoint.format.keys import HINT, Attempt, Key  # noqa: E402
 from everstep.checkpoint.format.manifest import HEADER  # noqa: E402
+from everstep.checkpoint.ranks.topology import Topology  # noqa: E402
+from everstep.checkpoint.restore.proposals import Proposals, make_proposal  # noqa: E402
 from everstep.checkpoint.restore.restorer import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.slots import slot_marks  # noqa: E402
 from everstep.checkpoint.slots.slots import Claim, Slots  # noqa: E402
@@ -239,6 +241,36 @@ def test_what_is_in_the_nodes_memory_is_not_read_from_the_store(tmp_path: Path) 
     restored, fill = touched(store, tmp_path)
     assert (restored.key, restored.tier, fill) == (NEW, "memory", 20)
     assert (store.bytes, store.manifests) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["claim.json", "slot.json"])
+def test_without_the_store_nothing_older_is_loaded_than_what_may_be_in_a_damaged_slot(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in (OLD, NEW):
+        in_memory(tmp_path / "memory", tmp_path / "store", key)
+    slots, topology = Slots(tmp_path / "memory" / "0"), Topology(0, 1, 0, 1, (0,))
+    store = PosixStore(tmp_path / "store")
+
+    def fail(prefix: str) -> Iterable[StoredObject]:
+        raise StoreError("timed out", store.url)
+
+    monkeypatch.setattr(store, "list", fail)
+
+    def propose() -> Any:
+        later = Attempt(NEW.attempt.epoch, NEW.attempt.generation + 1)
+        offer = make_proposal(slots.directory, topology)
+        return Proposals(store, topology, reach=False, attempt=later).next([offer])["key"]
+
+    assert propose() == str(NEW)
+    older, newer = (slots[key.step // 10 % 2].path / name for key in (OLD, NEW))
+    kept = older.read_bytes()
+    older.write_bytes(b"{")
+    assert propose() == str(NEW)
+    older.write_bytes(kept)
+    newer.write_bytes(b"{")
+    with pytest.raises(StoreError, match="timed out"):
+        propose()
 
 
 def test_a_bad_copy_in_memory_is_passed_over_for_the_same_checkpoint_in_the_store(tmp_path: Path) -> None:

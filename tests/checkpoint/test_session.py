@@ -23,6 +23,7 @@ from everstep.checkpoint.catalog.candidates import list_candidates, verify_check
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import CheckpointEvent
 from everstep.checkpoint.publish.attempts import StoreTaken, Superseded
+from everstep.checkpoint.save import saver
 from everstep.checkpoint.session import claiming
 from everstep.checkpoint.session.checkpointer import SaveFailed
 from everstep.checkpoint.slots.slots import Slots
@@ -339,6 +340,40 @@ def test_a_run_begins_though_its_store_rejects_some_requests_at_first(
         ckpt.save(1)
     assert len(failed) == 5
     assert steps_in(folder) == [1]
+
+
+@pytest.mark.parametrize("attempt", [None, (1, 2)])
+def test_a_store_whose_name_is_damaged_is_restored_and_saved_into(
+    attempt: tuple[int, int] | None, folder: Path
+) -> None:
+    with session(folder, attempt=attempt and (1, 1)) as ckpt:
+        ckpt.track(model=Model())
+        ckpt.save(1)
+    (folder / "store" / "run").write_bytes(b"\xff" * 32)
+    with session(folder, attempt=attempt) as ckpt:
+        assert ckpt.restore(model=Model()).step == 1
+        ckpt.save(2)
+    assert steps_in(folder) == [1, 2]
+
+
+def test_a_plan_that_was_not_finished_is_made_anew_for_the_next_save(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"weights": torch.zeros(4)}
+
+    def fail(tensors: Any) -> Any:
+        monkeypatch.undo()
+        raise CheckpointError("a GPU has no stream left")
+
+    with session(folder) as ckpt:
+        ckpt.track(state=state)
+        ckpt.save(1)
+        state["history"] = torch.zeros(2)
+        monkeypatch.setattr(saver, "choose_staging", fail)
+        ckpt.save(2)
+        ckpt.save(3)
+        ckpt.save(4)
+    assert steps_in(folder) == [1, 3, 4]
 
 
 def test_a_second_job_with_the_same_attempt_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,3 +127,46 @@ def test_a_loader_goes_on_in_the_order_of_its_epoch(maker: str, trained: int, tm
     resumed = make(MAKERS[maker])
     ranks.restore(tmp_path, tmp_path / "memory", {"loader": everstep.PerRank(resumed)})
     assert seen + list(train(resumed, seen[-1][0])) == expected
+
+
+@pytest.mark.parametrize("is_saved_first", [False, True])
+@pytest.mark.parametrize("maker", ["of torch", "of the dataset"])
+def test_a_loader_begins_in_the_epoch_that_is_set_after_it_was_given(
+    maker: str, is_saved_first: bool, tmp_path: Path
+) -> None:
+    expected = list(train(make(MAKERS[maker]), 1))
+    loader, resumed = make(MAKERS[maker]), make(MAKERS[maker])
+    with session(tmp_path) as ckpt:
+        ckpt.restore(train=everstep.PerRank(loader))
+        if is_saved_first:
+            ckpt.save(0)
+        steps = train(loader, 1)
+        seen = [next(steps) for _ in range(2)]
+        ckpt.save(2)
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(train=everstep.PerRank(resumed)).step == 2
+    assert seen + list(train(resumed, 1)) == expected
+
+
+def test_a_loader_that_was_saved_before_its_first_batch_shuffles_as_it_would_have(tmp_path: Path) -> None:
+    loader, resumed = (make(lambda: {"shuffle": True, "batch_size": BATCH}) for _ in range(2))
+    with session(tmp_path) as ckpt:
+        ckpt.restore(train=everstep.PerRank(loader))
+        ckpt.save(0)
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(train=everstep.PerRank(resumed)).key is not None
+    assert [each.tolist() for each in resumed] == [each.tolist() for each in loader]
+
+
+def test_a_position_that_the_script_gave_a_loader_is_that_of_the_loader(tmp_path: Path) -> None:
+    expected = list(train(make(MAKERS["of torch"]), 1))
+    loader, given = make(MAKERS["of torch"]), make(MAKERS["of torch"])
+    steps = train(loader, 1)
+    seen = [next(steps) for _ in range(2)]
+    weights = {"weights": torch.zeros(2)}
+    ranks.save(PosixStore(tmp_path / "store"), Key(Attempt(0, 1), 2), {"state": weights})
+    given.load_state_dict(loader.state_dict())
+    with session(tmp_path) as ckpt:
+        restored = ckpt.restore(strict=False, state=weights, train=everstep.PerRank(given))
+        assert restored.missing == ("rank.0.train",)
+        assert seen + list(train(given, 1)) == expected

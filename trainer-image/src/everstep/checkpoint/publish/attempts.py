@@ -110,7 +110,7 @@ def claim_for_job(store: Store, job: str) -> None:
         if not owner or is_same_job(owner, job):
             if store.put_if_absent(OWNER, job.encode()):
                 return
-            owner = store.read(OWNER).decode().strip()
+            owner = _decode_owner(store.read(OWNER))
     if not is_same_job(owner, job):
         raise StoreTaken(
             f"{store.url} is the store of job {owner}, and this is job {job}: give each job a store of its own. To go "
@@ -121,9 +121,14 @@ def claim_for_job(store: Store, job: str) -> None:
 
 def _read_owner(store: Store) -> str | None:
     try:
-        return store.read(OWNER).decode().strip()  # a person who writes it leaves a line break
+        return _decode_owner(store.read(OWNER))
     except Missing:
         return None
+
+
+def _decode_owner(data: bytes) -> str:
+    # A person who writes it leaves a line break. What is damaged is no job's, and a message shows it.
+    return data.decode("utf-8", "backslashreplace").strip()
 
 
 def _find_last_job(store: Store) -> str:
@@ -218,12 +223,12 @@ def check_not_superseded(store: Store, attempt: Attempt) -> None:
 
 
 def run_of(store: Store) -> str:
-    """Return the random name that all attempts of a store share; one without any gets it."""
+    """Return the random name that all attempts of a store share; one without any gets it. Empty where it is damaged."""
     try:
-        return store.read(RUN).decode()
+        return _read_name(store) or ""
     except Missing:
         store.put_if_absent(RUN, secrets.token_hex(16).encode())
-        return store.read(RUN).decode()
+        return _read_name(store) or ""
 
 
 def find_successor(store: Store, attempt: Attempt) -> str | None:
@@ -239,14 +244,21 @@ def read_run(store: Store) -> str | None:
     """Return the name that run_of() gave the store, without giving it one.
 
     Returns:
-        An empty text when the store has none; None when it cannot be asked now.
+        An empty text when the store has none; None when it cannot be asked now, or the name is damaged.
     """
     try:
-        return store.read(RUN).decode()
+        return _read_name(store)
     except Missing:
         return ""
     except StoreError:
         return None
+
+
+def _read_name(store: Store) -> str | None:
+    """Return the name of a store; None where it is no text, since its medium has damaged it, and says nothing."""
+    with suppress(UnicodeDecodeError):
+        return store.read(RUN).decode()
+    return None
 
 
 def check_is_shared(store: Store, run: str, here: str, first: str) -> None:
@@ -263,10 +275,10 @@ def check_is_shared(store: Store, run: str, here: str, first: str) -> None:
         StoreError: It cannot be asked.
     """
     try:
-        found = store.read(RUN).decode() if run else run
+        found = _read_name(store) if run else run
     except Missing:
         found = ""
-    if found != run:
+    if found not in (None, run):
         why = (
             f"{here} does not see in it what {first} has written there{'' if found else ', or not yet'}, and a "
             "checkpoint of both is never whole so: give all nodes one store that they share, such as a mounted volume "
@@ -288,12 +300,12 @@ def explain_replaced_store(store: Store, run: str) -> str | None:
     if not run:
         return None
     try:
-        found = store.read(RUN).decode()
+        found = _read_name(store)
     except Missing as error:
         # Only a run that begins makes a store: what is written into nothing is lost from sight when it comes back.
         why = f"has no object named {RUN} any more, which this run has seen there: it was unmounted, moved or deleted"
         raise StoreError(why, store.url, may_pass=True) from error
-    return None if found == run else f"{store.url} was deleted and made anew since, for another run"
+    return None if found in (None, run) else f"{store.url} was deleted and made anew since, for another run"
 
 
 def _find_greatest_attempt(store: Store) -> Attempt | None:

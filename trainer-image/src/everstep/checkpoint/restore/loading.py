@@ -24,7 +24,6 @@ from everstep.checkpoint.restore.placing import Memory, ShardBox
 from everstep.checkpoint.state.flat import RANK, bind_kinds, get_local_tensor
 from everstep.checkpoint.state.group_order import find_order_problems
 from everstep.checkpoint.state.kinds import WHOLE, Absent, ObjectKind, Saved
-from everstep.checkpoint.state.loaders import let_go
 from everstep.checkpoint.state.plain import StatefulObject, StateValue
 from everstep.checkpoint.state.staging import Host
 
@@ -69,12 +68,10 @@ class Loading:
         self.defaults: list[str] = []
         self.taken: dict[str, Any] = {}
         self._saved: list[tuple[ObjectKind, Saved]] = []
-        self._left: list[ObjectKind] = []  # that stay as they are
         self._tensors: dict[str, torch.Tensor] = {}
         everything = Saved.of(manifest, allow_pickle=options.allow_pickle, casts=options.casts)
         for kind in bind_kinds(objects, rank=rank):
             if world != manifest.world and kind.prefix.startswith(f"{RANK}."):
-                self._left.append(kind)
                 self.not_restored.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
                 continue
             saved = everything.below(kind.prefix)
@@ -84,7 +81,6 @@ class Loading:
             if not saved and not (kind.exclusive and options.is_strict):
                 self.problems.append(Absent.of_object(kind.prefix))
                 if not options.is_strict:
-                    self._left.append(kind)
                     continue
             if options.elsewhere and isinstance(kind, StateValue):
                 saved = saved.without(options.elsewhere)
@@ -198,9 +194,6 @@ class Loading:
                 error.add_note(f"raised while {kind.prefix} took in what {manifest.key} has of it")
                 raise
             alive()
-        for kind in self._left:
-            if isinstance(kind, StatefulObject):
-                let_go(kind.inner)
         values = [kind for kind, _ in self._saved if isinstance(kind, StateValue)]
         self.defaults = [
             name for kind, _ in self._saved if isinstance(kind, StateValue | StatefulObject) for name in kind.kept

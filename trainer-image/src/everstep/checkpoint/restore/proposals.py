@@ -64,19 +64,30 @@ def make_proposal(
         for slot, manifest in peer_server.iterate_held_slots(memory, run)
         if (claim := slot.claimed()) is not None
     }
-    own = [
-        str(manifest.key)
-        for slot, manifest in peer_server.iterate_held_slots(memory, run)
-        if slot.path.parent == memory
-    ]
-    newest = own[:1]
+    own = [manifest.key for slot, manifest in peer_server.iterate_held_slots(memory, run) if slot.path.parent == memory]
+    newest = next(iter(own), None)
+    is_told = newest is not None and not _may_hold_newer(Slots(memory), newest)
     claimed_key = Slots(memory).find_newest_claimed(run)
     return {
         "node": topology.node,
-        "newest": newest[0] if newest else None,  # in slots of its own
+        "newest": str(newest) if is_told else None,  # in slots of its own
         "claimed": None if claimed_key is None else str(claimed_key),  # the same, whole or not
         "shares": [[*which, ranks] for which, ranks in shares.items()],
     }
+
+
+def _may_hold_newer(slots: Slots, newest: Key) -> bool:
+    """Tell whether a slot that was whole, and of which that cannot be read any more, may be of a newer checkpoint."""
+    for slot in slots:
+        if slot.manifest() is None and (slot.path / "claim.json").exists():
+            try:
+                if Key.parse((slot.path / "whole").read_text()) > newest:
+                    return True
+            except FileNotFoundError:
+                continue
+            except ValueError:
+                return True
+    return False
 
 
 Shares = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

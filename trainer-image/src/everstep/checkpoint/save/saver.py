@@ -269,10 +269,10 @@ class Saver:
     def begin(self, key: Key) -> bool:
         """Begin a save by the plan that is there; whether it still is the plan of this state. take() goes on."""
         assert self._plan is not None
-        assert self._snapshots is not None
         self._begun = None
         self._finish_earlier()
-        if not self._is_agreed:  # ranks differed, perhaps, and nobody has compared them since
+        # Ranks differed, perhaps, and nobody has compared them since; or what came after the plan has failed.
+        if not self._is_agreed or self._snapshots is None:
             return False
         if not (self._snapshots.are_current and self._slots.has_layout(self._layout)):
             _log.warning("the slots in %s were removed by another process: they are made anew", self._slots.directory)
@@ -425,11 +425,11 @@ class Saver:
         # Only now: where there is no room for the new plan, all that belongs to the old one stays as it was.
         self.close()
         self._plan, self._layout, self._bulk = plan, layout, found[0].left_out.union(found[0].bulk)
-        self._is_agreed = step is not None
         self._staging = choose_staging(list(found[0].tensors.values()))
         self._snapshots = Snapshots(
             self._slots, plan, topology, self._how.checksum, self._staging, steady, self._node.config.slots
         )
+        self._is_agreed = step is not None
         return found[0]
 
     def _absent(self) -> list[int]:

@@ -51,6 +51,11 @@ def find_epochs(loader: Any) -> dict[str, int]:
     return {path: epoch for path, epoch in found.items() if type(epoch) is int}
 
 
+def takes_epoch(loader: Any) -> bool:
+    """Tell whether a sampler or the dataset of a loader takes an epoch: its order is known only when it is iterated."""
+    return any(True for _ in _find_settable(loader))
+
+
 def set_epochs(loader: Any, epochs: Mapping[str, int]) -> None:
     """Give samplers and the dataset the epochs that find_epochs() has found."""
     for path, each in _find_settable(loader):

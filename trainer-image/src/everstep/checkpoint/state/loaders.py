@@ -14,6 +14,7 @@ import torch
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state.kinds import Saved, Stateful
 from everstep.checkpoint.state.loaded import is_instance
+from everstep.checkpoint.state.loader_samplers import takes_epoch
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -72,13 +73,31 @@ def check_position(loader: Any, name: str) -> None:
             )
 
 
-def is_idle(inner: object) -> bool:
-    """Tell whether an object is a loader of torchdata's nodes that has not begun, and has no position yet.
+def read_state(inner: Any, *, is_saved: bool = False) -> Any:
+    """Return the state of any object; of a loader of torchdata that has not begun nothing, or what it was given.
 
-    To ask it for its state makes it begin at its first item, and its samplers draw an order.
+    To ask that one makes it begin: its samplers draw an order, in the epoch that they have by then, and a script gives
+    them another one before it iterates. Where none takes an epoch, one that is saved does begin: its order may follow
+    from what it drew when it was made.
+
+    Args:
+        inner: The object.
+        is_saved: Whether the state is.
     """
+    if not is_loader_of_torchdata(inner):
+        return inner.state_dict()
+    is_nodes = is_loader_of_nodes(inner)
+    iterator = inner._it if is_nodes else inner._iterator
+    given = inner._next_iter_state_dict if is_nodes else inner.next_iter_state
+    begins = is_saved and not is_nodes and not given and not takes_epoch(inner)
+    return inner.state_dict() if begins or iterator is not None else given or {}
+
+
+def is_loader_of_torchdata(inner: object) -> bool:
+    """Tell whether an object is a loader of torchdata, and of no class that says a state of its own."""
     loader: Any = inner
-    return is_loader_of_nodes(inner) and loader._it is None and loader._next_iter_state_dict is None
+    is_whole = _is_stateful_loader(loader) and type(loader).state_dict.__module__.startswith(_TORCHDATA)
+    return is_whole or is_loader_of_nodes(inner)
 
 
 def is_loader_of_nodes(inner: object) -> bool:
@@ -127,19 +146,12 @@ def begin_loader(loader: Any, name: str) -> None:
         _end_iteration(loader, state, name)
 
 
-def let_go(loader: object) -> None:
-    """Have a loader that keeps its own state begin when it is iterated, where its sampler is by then.
-
-    A restore asks each object for its state before it finds a checkpoint, and that is what begins a loader of
-    torchdata: one that is not restored then would go on where its sampler was before.
-    """
-    stateful: Any = loader
-    if _is_stateful_loader(loader) and stateful._initial_iter_for_state_dict:
-        stateful.load_state_dict({})
-
-
 def begin_anew(loader: Any) -> None:
-    """Bring a loader of torchdata's nodes to its first item."""
+    """Have a loader of torchdata begin at its first item, as one that had not begun when it was saved."""
+    if not is_loader_of_nodes(loader):
+        loader.next_iter_state = None
+        loader.load_state_dict({})  # it begins when it is iterated
+        return
     loader._next_iter_state_dict = None
     if loader._it is not None:
         _begin_nodes(loader)

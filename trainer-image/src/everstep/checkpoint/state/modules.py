@@ -240,17 +240,18 @@ def _list_tied(module: nn.Module, plain: Callable[[str], str]) -> dict[str, list
 
 
 def _list_keys(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterable[str]:
-    """Return what the `state_dict()` of a module calls these buffers.
+    """Return what the `state_dict()` of a module calls these buffers, and their names in it.
 
     Args:
         module: Any module.
         buffers: Of it, by their names in it.
     """
-    if type(module).state_dict is nn.Module.state_dict:
+    if all(getattr(each.state_dict, "__func__", None) is nn.Module.state_dict for each in module.modules()):
         return buffers
-    # Its own may be that of a module within, as that of what Lightning Fabric's setup() returns.
+    # One of its own may be that of a module within, as that of what Lightning Fabric's setup() returns.
     held = {_get_memory_identity(each) for each in buffers.values()}
-    return [key for key, each in module.state_dict().items() if is_tensor(each) and _get_memory_identity(each) in held]
+    own = [key for key, each in module.state_dict().items() if is_tensor(each) and _get_memory_identity(each) in held]
+    return {*buffers, *own}  # it may say a copy of what has the same name
 
 
 def _received_buffers(ddp: DDP) -> Iterator[tuple[str, torch.Tensor]]:

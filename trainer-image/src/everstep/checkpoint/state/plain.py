@@ -32,8 +32,8 @@ from everstep.checkpoint.state.loaders import (
     begin_anew,
     begin_loader,
     check_position,
-    is_idle,
-    is_loader_of_nodes,
+    is_loader_of_torchdata,
+    read_state,
     why_other_workers,
 )
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself, why_not_written
@@ -74,7 +74,7 @@ class StatefulObject:
         if self._step is not None and isinstance(self._inner, Stepped):
             state = self._inner.state_at(self._step)
         else:
-            state = {} if is_idle(self._inner) else self._inner.state_dict()
+            state = read_state(self._inner, is_saved=self._step is not None)
         check_nesting(state, self.prefix)
         yield from _iterate_leaves(self.prefix, state)
         more = {"class": describe_stateful(self._inner)}
@@ -91,8 +91,7 @@ class StatefulObject:
         elif why := why_other_workers(self._inner, self.prefix, saved):
             problems.append(why)
             return {}
-        # Only then, since for a loader it means to start its workers.
-        self._live = self._inner.state_dict() if saved.tensors and not is_idle(self._inner) else {}
+        self._live = read_state(self._inner) if saved.tensors else {}
         if isinstance(self._live, Mapping) and "" in saved.tensors:
             problems.append(
                 f"{self.prefix} is a tensor in the checkpoint, and a {type(self._inner).__name__} here, whose state is "
@@ -123,7 +122,8 @@ class StatefulObject:
         if is_instance(self._inner, *_SCALER) and not state:
             self.kept = [self.prefix] if self._inner.state_dict() else []
             return
-        if is_loader_of_nodes(self._inner) and not state:  # it had not begun
+        if is_loader_of_torchdata(self._inner) and not state:  # it had not begun
+            set_epochs(self._inner, (saved.description or {}).get(_EPOCHS, {}))
             begin_anew(self._inner)
             return
         state = share_objects(state, (saved.description or {}).get("aliases", ()))
