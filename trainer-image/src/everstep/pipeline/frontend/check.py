@@ -220,9 +220,9 @@ def as_before(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(kept[name])
                 for weight, before in weights:
                     # By value: what is written by `.data` leaves no other trace.
                     if not torch.equal(weight, before):
                         weight.copy_(before)
+                for name, buffer in model.named_buffers():  # the last, for one that is expanded takes nothing
+                    buffer.copy_(kept[name])
