@@ -180,7 +180,7 @@ class GeneratedCluster:
         if request.method == "PATCH":
             body = json.loads(await request.read())
             if request.content_type == "application/merge-patch+json":
-                changed = merge({**found, "metadata": dict(found["metadata"])}, body)
+                changed = apply_merge_patch({**found, "metadata": dict(found["metadata"])}, body)
             else:  # a status that is applied
                 changed = {**found, "metadata": dict(found["metadata"]), "status": body["status"]}
             found = self.store(plural, changed)
@@ -287,7 +287,7 @@ def serve_cluster(jobs: int, pods: int, rate: float, control: Connection) -> Non
     asyncio.run(_serve(jobs, pods, rate, control))
 
 
-def merge(found: Any, change: Any) -> Any:
+def apply_merge_patch(found: Any, change: Any) -> Any:
     """Return what a JSON merge patch (RFC 7386) makes of an object."""
     if not isinstance(change, dict):
         return change
@@ -296,5 +296,5 @@ def merge(found: Any, change: Any) -> Any:
         if value is None:
             made.pop(name, None)
         else:
-            made[name] = merge(made.get(name), value)
+            made[name] = apply_merge_patch(made.get(name), value)
     return made

@@ -19,7 +19,7 @@ NAME = "kwok"
 LABEL = ("type", "kwok")
 SELECTOR = "=".join(LABEL)
 TAINT = {"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}
-STAGES = Path(__file__).parent / "config" / "kwok-stages.yaml"
+CONFIG = Path(__file__).parent / "config" / "kwok.yaml"
 POD_CIDR = "10.210.0.0/16"
 
 
@@ -48,7 +48,7 @@ def up(cluster: LocalCluster, count: int) -> None:
     if cluster.processes.find(NAME) is None:
         # A user of its own, so that the audit log can tell its endless writes from those that are measured.
         kubeconfig = cluster.control.user_kubeconfig("system:kwok", "system:masters")
-        command: list[str | Path] = [binary(NAME), "--kubeconfig", kubeconfig, "--config", STAGES, "--cidr", POD_CIDR]
+        command: list[str | Path] = [binary(NAME), "--kubeconfig", kubeconfig, "--config", CONFIG, "--cidr", POD_CIDR]
         command += ["--manage-nodes-with-label-selector", SELECTOR, "--node-lease-duration-seconds", "40"]
         command += ["--node-ip", "10.200.1.1", "-v", "WARN"]
         cluster.processes.start(NAME, command, cluster.folder / f"{NAME}.log")

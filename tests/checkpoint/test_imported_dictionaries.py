@@ -16,6 +16,7 @@ import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.exchange import exporting, importing  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
+from tests.checkpoint.listing import Listing  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
 from tests.checkpoint.test_exports_of_dictionaries import Average, assert_equal  # noqa: E402
 
@@ -80,20 +81,6 @@ def test_one_tensor_under_two_names_is_one_again(tmp_path: Path) -> None:
     importing.import_torch(tmp_path / "other.pt", tmp_path / "others")
     with pytest.raises(StateMismatch, match="are one tensor here"):
         everstep.load_into(tmp_path / "others", ema=ema)
-
-
-class Listing(nn.Module):  # type: ignore[misc]
-    """Says a list of tensors in its state, as metrics that keep all that they were given do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
-        state[f"{prefix}seen"] = list(self.seen)
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
-        self.seen = list(state.pop(f"{prefix}seen"))
 
 
 @pytest.mark.parametrize("seen", [[], [1.0, 2.0]])

@@ -21,6 +21,7 @@ from everstep.checkpoint.exchange import importing  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.listing import Listing  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -245,20 +246,6 @@ def test_observers_of_each_channel_come_back(tmp_path: Path) -> None:
     other = nn.Sequential(PerChannelMinMaxObserver())
     other.load_state_dict(everstep.load(tmp_path)["model"])
     assert torch.equal(other[0].max_val, observer.max_val)
-
-
-class Listing(nn.Module):  # type: ignore[misc]
-    """Says a list of tensors in its state, as metrics that keep all that they were given do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
-        state[f"{prefix}seen"] = list(self.seen)
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
-        self.seen = list(state.pop(f"{prefix}seen"))
 
 
 def test_a_list_of_tensors_that_a_module_says_is_one_in_what_is_loaded(tmp_path: Path) -> None:

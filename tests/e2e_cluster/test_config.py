@@ -55,7 +55,7 @@ def test_dns_service_has_no_selector_and_its_slice_leads_to_the_host() -> None:
 
 
 def test_pretended_nodes_finish_no_pods() -> None:
-    documents = list(yaml.safe_load_all(kwok.STAGES.read_text()))
+    documents = list(yaml.safe_load_all(kwok.CONFIG.read_text()))
     names = {each["metadata"]["name"] for each in documents if each["kind"] == "Stage"}
     assert names == {"node-initialize", "node-heartbeat-with-lease", "pod-ready", "pod-delete"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from benchmarks.generated_cluster import merge
+from benchmarks.generated_cluster import apply_merge_patch
 from everstep_operator.api.status import Cause, LastFailure, Phase, TemplateStatus, TrainingJobStatus
 from everstep_operator.app import REPORTED_FAILURES, Operator
 from everstep_operator.cluster import errors
@@ -63,7 +63,9 @@ class Server:
             found = self.jobs.get((namespace, name)).value
             meta = {**body["metadata"], "uid": found["metadata"]["uid"]}
             return await self.apply_status(
-                resource, namespace, {"metadata": meta, "status": merge(found.get("status") or {}, body["status"])}
+                resource,
+                namespace,
+                {"metadata": meta, "status": apply_merge_patch(found.get("status") or {}, body["status"])},
             )
         self.merged.append(body)
         found = self.there[(resource.plural, name)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.generated_cluster import merge
+from benchmarks.generated_cluster import apply_merge_patch
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.status import Disruption, Phase, TrainingJobStatus
 from everstep_operator.cluster import errors
@@ -43,7 +43,9 @@ class Server:
         self.requests.append((how, body["status"]))
         if body["metadata"]["resourceVersion"] != meta["resourceVersion"]:
             raise errors.Conflict(409, "Conflict", "it has changed since")
-        status = {name: each for name, each in merge(before, body["status"]).items() if name not in self.lacks}
+        status = {
+            name: each for name, each in apply_merge_patch(before, body["status"]).items() if name not in self.lacks
+        }
         if status != before:
             meta = {**meta, "resourceVersion": str(int(meta["resourceVersion"]) + 1)}
         self.stored = {**self.stored, "metadata": meta, "status": status}

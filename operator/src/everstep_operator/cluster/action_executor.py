@@ -77,7 +77,7 @@ class ActionExecutor:
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     budgets: DisruptionBudgets
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
-    _names_due: dict[str, float] = field(default_factory=dict)  # by UID of large jobs: see `_name_pods`
+    _names_due: dict[str, float] = field(default_factory=dict)  # by UID of jobs of many pods: see `_name_pods`
     # Versions of Services that were made here and select pod 0 alone, likewise. A job may wait for nodes for days.
     _unnamed: dict[str, str] = field(default_factory=dict)
 
@@ -214,7 +214,7 @@ class ActionExecutor:
             if lacks_names(found):
                 self._unnamed[job.uid] = found["metadata"]["resourceVersion"]
         elif lacks_names(found) and not lacks_names(action.body):
-            # The job was large when it was made, and has become a small one while it was suspended.
+            # The job has become a small one while it was suspended.
             try:
                 await self._select_all_pods(job, found["metadata"]["resourceVersion"])
             except (errors.NotAuthorized, *_BY_ADMISSION) as error:

@@ -56,20 +56,11 @@ class StatusWriter:
         meta = job.metadata
         head = {"name": meta.name, "namespace": meta.namespace, "resourceVersion": meta.resource_version}
         whole = status.manifest()
-        found: Mapping[str, Any] | None = None
         if known is not None and str(known.version) == meta.resource_version and self.undeclared.can_hold(whole):
-            found = known.value.get("status") or {}
-        while found is not None:
-            declared = self.undeclared.strip(whole)
-            try:
-                stored = await self._replace(found, head, declared)
-            except errors.Invalid as error:
-                if self.undeclared.learn(error.message):
-                    continue
-                raise
-            if stored.get("status") == declared:
+            stored = await self._merge(known.value.get("status") or {}, head, whole)
+            if stored.get("status") == self.undeclared.strip(whole):
                 return stored
-            head["resourceVersion"], found = stored["metadata"]["resourceVersion"], None
+            head["resourceVersion"] = stored["metadata"]["resourceVersion"]
         body = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "metadata": {**head, "uid": meta.uid}}
         while True:
             declared = self.undeclared.strip(whole)
@@ -84,10 +75,10 @@ class StatusWriter:
                     raise
                 # With what others own of a list it may be longer than it can be.
                 try:
-                    job_found = await self.client.get(JOBS, meta.namespace, meta.name)
+                    found = await self.client.get(JOBS, meta.namespace, meta.name)
                 except errors.NotFound:
                     raise error from None
-                stored = await self._replace(job_found.get("status") or {}, head, declared)
+                stored = await self._replace(found.get("status") or {}, head, declared)
                 break
         if stored.get("status") == declared:  # nearly always, and parsing it to see that takes a millisecond
             return stored
@@ -95,6 +86,14 @@ class StatusWriter:
             return stored
         version = stored["metadata"]["resourceVersion"]
         return await self._replace(stored.get("status") or {}, {**head, "resourceVersion": version}, declared)
+
+    async def _merge(self, found: Mapping[str, Any], head: Mapping[str, Any], whole: dict[str, Any]) -> ApiObject:
+        while True:
+            try:
+                return await self._replace(found, head, self.undeclared.strip(whole))
+            except errors.Invalid as error:
+                if not self.undeclared.learn(error.message):
+                    raise
 
     async def _replace(
         self, found: Mapping[str, Any], head: Mapping[str, Any], declared: Mapping[str, Any]

@@ -31,7 +31,7 @@ class EnsureService:
 
 @dataclass(frozen=True, slots=True)
 class NamePods:
-    """Let the Service of a large job select all of its pods, which have addresses now. May be asked for again and
+    """Let the Service of a job select all of its pods, which have addresses now. May be asked for again and
     again: the runtime does it once. That it is rejected holds nothing up: ranks find each other without names."""
 
     body: Mapping[str, Any]  # the Service with that selector, should it have been deleted

@@ -46,7 +46,7 @@ def build_service(job: TrainingJob, settings: PlanSettings, *, is_complete: bool
 
 
 def name_pods(s: PlanContext) -> NamePods | None:
-    """Return the action that gives all pods of a large job their names, once all have addresses."""
+    """Return the action that gives all pods of all but the smallest jobs their names, once all have addresses."""
     # One that has ended had its address: in plain mode the containers of a set neither begin nor end together.
     begun = sum(1 for pod in s.current.values() if pod.ended is not None or (pod.live and pod.ip))
     if s.wanted <= MAX_NAMED_SINGLY or begun < s.wanted:

@@ -242,7 +242,7 @@ class Saver:
         self._slots = Slots(node.directory)
         self._how = how
         self._plan: WritePlan | None = None
-        self._is_agreed = False  # no later one was begun, for a save, that failed
+        self._is_agreed = False  # made for a save, so that ranks have compared their states, and none has failed since
         self._bulk: frozenset[str] = frozenset()  # names of what was planned for bytes of arrays, or left out then
         self._layout = ""
         self._staging: Staging | None = None
