@@ -84,6 +84,29 @@ def test_progress_that_no_operator_saw_is_told_by_the_last_word() -> None:
     assert (world.status.progress.step, world.status.progress.total_steps) == (7, 7)
 
 
+def test_how_far_a_job_came_is_told_by_pod_0_though_another_pods_end_was_seen_first() -> None:
+    world = running()
+    world.leader = None
+    world.exit(1, 0, word=TerminationMessage("succeeded", epoch=1))
+    world.reconcile()
+    assert world.phase == "Succeeded"
+    assert world.status.progress is not None
+    assert world.status.progress.step != 7
+    world.exit(
+        0,
+        0,
+        word=parse_termination_message(
+            '{"result": "succeeded", "epoch": 1, "generation": 1, "progress": {"step": 7, "totalSteps": 7},'
+            ' "checkpoint": {"step": 6}}'
+        ),
+    )
+    world.reconcile()
+    assert world.status.progress is not None
+    assert world.status.checkpoint is not None
+    assert (world.status.progress.step, world.status.checkpoint.step) == (7, 6)
+    assert not world.reconcile().changed, "it is written once"
+
+
 def test_a_lost_link_right_before_the_end_is_counted_too() -> None:
     world = running()
     assert world.leader is not None

@@ -31,7 +31,7 @@ from everstep_operator.plan.pool_selection import PoolSelection
 from everstep_operator.plan.rejection import Rejection
 from everstep_operator.plan.restart_budget import RestartBudget
 from everstep_operator.plan.start_failures import StartRecord
-from everstep_operator.plan.status import build_status, note_generation
+from everstep_operator.plan.status import build_status, update_ended_status
 
 _CONFIRM_SECONDS = 5.0  # until a leader's answer is read again that may be older than a lost pod
 _STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say that it stopped
@@ -52,7 +52,7 @@ def make_plan(observed: Observation, now: float) -> JobPlan:
         return JobPlan()
     if s.phase.finished:
         actions, look = ttl.plan_after_end(s)
-        status = note_generation(s)
+        status = update_ended_status(s)
         actions = [*disruption_budget.lift_budget(s), *actions]
         poll = _make_poll(s, s.status.restarts, s.phase)
         return JobPlan(status, changed=status is not s.status, actions=tuple(actions), requeue_at=look, poll=poll)

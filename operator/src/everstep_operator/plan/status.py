@@ -49,17 +49,19 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
     moved = _starts_transition(s, decision)
     checkpoint = update_checkpoint(s)
     usage, has_ended = update_usage(s, decision)
+    epoch = max(old.epoch, decision.epoch or 0)
+    generation = old.generation if decision.generation is None else decision.generation
     new = old.model_copy(
         update={
             "phase": decision.phase,
             "observed_generation": s.job.metadata.generation,
             "conditions": build_conditions(s, decision, checkpoint),
-            "epoch": max(old.epoch, decision.epoch or 0),
-            "generation": old.generation if decision.generation is None else decision.generation,
+            "epoch": epoch,
+            "generation": generation,
             "template": decision.template or old.template,
             "nodes": 0 if decision.phase is Phase.SUSPENDED else s.wanted,
             "ready_nodes": s.ready,
-            "progress": _update_progress(s, decision),
+            "progress": _update_progress(s, (epoch, generation)),
             "checkpoint": checkpoint,
             "restarts": decision.restarts or old.restarts,
             "start_failures": decision.start_failures,
@@ -94,14 +96,28 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
     return new, (*((event,) if news else ()), *_list_other_events(s, new)), wake
 
 
-def note_generation(s: PlanContext) -> TrainingJobStatus:
+def update_ended_status(s: PlanContext) -> TrainingJobStatus:
     """Return the status of a job that has ended, as one of the present `metadata.generation`: whatever of the spec was
-    edited since, the job has ended as it did, and tools that wait for the status to be of it need not go on."""
-    generation = s.job.metadata.generation
-    if s.status.observed_generation == generation:
-        return s.status
-    conditions = [each.model_copy(update={"observed_generation": generation}) for each in s.status.conditions]
-    return s.status.model_copy(update={"observed_generation": generation, "conditions": conditions})
+    edited since, the job has ended as it did, and tools that wait for the status to be of it need not go on.
+
+    With what pod 0 said last, where another pod's end was seen before its own: only its agent knows how far the job
+    came.
+    """
+    status, generation = s.status, s.job.metadata.generation
+    if status.observed_generation != generation:
+        conditions = [each.model_copy(update={"observed_generation": generation}) for each in status.conditions]
+        status = status.model_copy(update={"observed_generation": generation, "conditions": conditions})
+    if s.head is None or s.head.ended is None or s.head.ended.word is None:
+        return status
+    progress, checkpoint = _update_progress(s, (status.epoch, status.generation)), update_checkpoint(s)
+    # A rate alone that is told a little otherwise is not worth a write.
+    if _find_step(progress) == _find_step(status.progress) and _find_step(checkpoint) == _find_step(status.checkpoint):
+        return status
+    return status.model_copy(update={"progress": progress, "checkpoint": checkpoint})
+
+
+def _find_step(told: TrainingProgress | CheckpointStatus | None) -> int | None:
+    return told.step if told is not None else None
 
 
 def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]:
@@ -190,7 +206,8 @@ def _find_rate(status: TrainingJobStatus) -> float | None:
     return status.progress.steps_per_second if status.progress is not None else None
 
 
-def _update_progress(s: PlanContext, decision: Decision) -> TrainingProgress | None:
+def _update_progress(s: PlanContext, named: tuple[int, int]) -> TrainingProgress | None:
+    """Return how far the job has come, in a status that names this epoch and generation."""
     old = s.status.progress
     word = s.head.ended.word if s.head is not None and s.head.ended is not None else None
     # The last answer of the leader, if there was one, is older than its last word.
@@ -202,8 +219,6 @@ def _update_progress(s: PlanContext, decision: Decision) -> TrainingProgress | N
         return old
     # Steps only grow, but that a new generation may begin further back, at the checkpoint it has loaded: in the write
     # that names this generation.
-    generation = s.status.generation if decision.generation is None else decision.generation
-    named = (max(s.status.epoch, decision.epoch or 0), generation)
     begins = named == order != (s.status.epoch, s.status.generation)
     if old is not None and not begins and seen.step < old.step:
         return old
