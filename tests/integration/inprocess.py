@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from everstep import agent_zip
 from everstep.agent.wire.auth import job_token
 from everstep_operator.app import Operator
@@ -26,6 +28,8 @@ WRITES = ("POST", "PATCH", "PUT", "DELETE")
 _STARTING = (errors.ServerError, errors.TooManyRequests, errors.NotAuthorized)  # answers of such an API server
 
 Fault = Callable[[int, str, str], str | None]
+# Who dies before a write has died after the one before it, but for what it read in between: a sweep of `test-chaos`.
+DEATHS = (pytest.param("die", marks=pytest.mark.chaos), "die after")
 
 
 class InjectedClient(Client):

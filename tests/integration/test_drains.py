@@ -11,7 +11,7 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.resources import BUDGETS, CONFIG_MAPS, JOBS, NODES, PODS, SECRETS, SERVICES
-from tests.integration.inprocess import InjectedClient, Simulation, operator
+from tests.integration.inprocess import DEATHS, InjectedClient, Simulation, operator
 from tests.integration.world import World, until
 
 
@@ -134,7 +134,7 @@ async def clear(world: World) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("how", ["die", "die after", "lose"])
+@pytest.mark.parametrize("how", [*DEATHS, "lose"])
 async def test_a_drain_ends_whichever_write_an_operator_dies_at_or_hears_nothing_of(
     control_plane: ControlPlane, still_world: World, how: str
 ) -> None:

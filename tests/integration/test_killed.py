@@ -11,7 +11,7 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES
 from everstep_operator.plan.agent_volume import make_template_name
-from tests.integration.inprocess import Fault, InjectedClient, Simulation, flaky, operator
+from tests.integration.inprocess import DEATHS, Fault, InjectedClient, Simulation, flaky, operator
 from tests.integration.world import World, until
 
 MOST_WRITES = 40
@@ -62,7 +62,7 @@ def at_write(number: int, how: str) -> Fault:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", ["die", "die after"])
+@pytest.mark.parametrize("how", DEATHS)
 async def test_killed_at_every_write(control_plane: ControlPlane, still_world: World, how: str) -> None:
     for at in range(1, MOST_WRITES):
         await still_world.submit("digits", numNodes=NODES)
@@ -82,7 +82,7 @@ async def test_killed_at_every_write(control_plane: ControlPlane, still_world: W
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("how", ["die", "die after", "lose"])
+@pytest.mark.parametrize("how", [*DEATHS, "lose"])
 async def test_killed_at_every_write_after_the_leaders_node_was_removed(
     control_plane: ControlPlane, still_world: World, how: str
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS, SECRETS, SERVICES
-from tests.integration.inprocess import Fault, InjectedClient, Simulation, operator
+from tests.integration.inprocess import DEATHS, Fault, InjectedClient, Simulation, operator
 from tests.integration.world import World, until
 
 SPOT = "aws-node-termination-handler/spot-itn"
@@ -121,7 +121,7 @@ def at_write(number: int, how: str) -> Fault:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("how", ["die", "die after", "lose"])
+@pytest.mark.parametrize("how", [*DEATHS, "lose"])
 async def test_an_operator_that_dies_or_hears_nothing_at_any_write_of_the_way_comes_to_the_same_end(
     control_plane: ControlPlane, still_world: World, how: str, index: int
 ) -> None:
