@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,8 +105,10 @@ def test_a_writer_that_stands_still_while_it_verifies_is_not_waited_for(
         tell_end(end)
 
     monkeypatch.setattr(session_end.SessionEnd, "_tell_end", stop_writer)
+    begun = time.monotonic()
     try:
         ckpt.close()
     finally:
         os.kill(writer, signal.SIGCONT)
+    assert time.monotonic() - begun < 20
     until(lambda: not (folder / "memory").exists(), "the memory is given back")

@@ -48,7 +48,10 @@ def stops_before(rank: int, folder: Path, call: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("call", ["checkpointer", "track", "save", "second save"])
+@pytest.mark.parametrize(
+    "call",
+    ["checkpointer", "second save", *(pytest.param(each, marks=pytest.mark.chaos) for each in ("track", "save"))],
+)
 def test_rank_0_that_is_stopped_is_named_by_the_others(call: str, folder: Path) -> None:
     """Before, they waited for ever where they asked its store for something."""
     _, told = run(2, stops_before, folder, call)

@@ -76,7 +76,7 @@ def train(rank: int, kind: str, store: Path, output: Path, kill: int | None = No
     return weights(model), watch.samples
 
 
-@pytest.mark.parametrize("kind", ["StatefulDistributedSampler", "Sampler"])
+@pytest.mark.parametrize("kind", [pytest.param("StatefulDistributedSampler", marks=pytest.mark.chaos), "Sampler"])
 def test_each_rank_goes_on_with_the_samples_that_come_next(kind: str, tmp_path: Path) -> None:
     straight = ranks.run(2, train, kind, tmp_path / "straight", tmp_path / "out-straight")
     ranks.run(2, train, kind, tmp_path / "store", tmp_path / "out", KILLED, dies=[0, 1])

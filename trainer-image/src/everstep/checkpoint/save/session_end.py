@@ -168,11 +168,11 @@ class SessionEnd:
         pause, next_look = _FIRST_PAUSE, 0.0
         while (now := time.monotonic()) < until:
             hear()
-            if now >= next_look:
-                next_look = now + _LOOK
-                lost_since = {rank: lost_since.get(rank, now) for rank in self._node.list_lost_ranks()}
             lost = {rank for rank, since in lost_since.items() if now - since >= _SURELY_LOST}
             if len({0} | self.ended | lost) >= world:
                 return
+            if now >= next_look:  # not before: a writer that stands still takes a minute to say nothing
+                next_look = now + _LOOK
+                lost_since = {rank: lost_since.get(rank, now) for rank in self._node.list_lost_ranks()}
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
