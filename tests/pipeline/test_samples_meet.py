@@ -151,7 +151,7 @@ def test_a_mean_that_is_weighted_by_what_it_counts_passes_and_so_does_what_is_dr
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_not_taken_for_samples_that_meet(dtype: Any) -> None:
-    for seed in range(20):
+    for seed in range(5):
         random = torch.Generator().manual_seed(seed)
         inputs, targets = torch.randn(8, 12, generator=random), torch.randn(8, 5, generator=random)
         look(Mlp().to(dtype), {"x": inputs.to(dtype)}, targets.to(dtype), nn.functional.mse_loss)
