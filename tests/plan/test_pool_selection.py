@@ -42,6 +42,29 @@ def test_the_first_pool_is_tried_for_its_wait() -> None:
     assert {p.template for p in made.pods.values()} == {2}
 
 
+def test_while_a_queue_keeps_pods_from_the_scheduler_no_pool_lacks_nodes() -> None:
+    """Pods with scheduling gates, as Kueue's, have not asked for a node: the wait begins when the gates are gone."""
+    made = world()
+    made.gated = True
+    made.reconcile()
+    for _ in range(40):
+        made.tick(100)
+        made.reconcile()
+    assert chosen(made) == "spot"
+    assert made.status.phase is not None
+    assert made.status.condition(ConditionType.CAPACITY_AVAILABLE) is None or not made.status.is_false(
+        ConditionType.CAPACITY_AVAILABLE
+    )
+    made.gated = False
+    opened = made.now
+    while chosen(made) == "spot":
+        made.tick(10)
+        made.reconcile()
+    assert made.now >= opened + 890, "the pool has had its wait"
+    made.capacity = 10
+    made.run("Running")
+
+
 def test_the_last_pool_is_kept() -> None:
     made = world(spot=None)
     made.reconcile()
