@@ -14,7 +14,6 @@ from typing import Self
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.restart import ExitCodeAction
 from everstep_operator.api.status import TrainingJobStatus
-from everstep_operator.cluster.job_memory import JobMemory
 from everstep_operator.plan import make_plan, pod_creation
 from everstep_operator.plan.actions import (
     Action,
@@ -79,8 +78,6 @@ class World:
         self.gangs: tuple[GangView, ...] = ()
         self.pools: dict[str, object] = {}
         self.sidecars = False  # an ordinary container beside the trainer, which never ends
-        self.gated = False  # a queue keeps pods from the scheduler
-        self.memory = JobMemory(job.metadata.uid)
         self.nodes: dict[str, NodeView] = {}  # in which something is wrong
         self.scale_up_at = 0.0  # an autoscaler's word, for whoever asks
         self.settings = PlanSettings()
@@ -116,7 +113,6 @@ class World:
             settings=self.settings,
             rejection=rejection,
             status_written_at=self.written_at,
-            gated_at=self.memory.note_gates(seen.values(), self.now),
             nodes=declare_lost_nodes(
                 self.job, self.nodes, seen.values(), self.view(), frozen=frozen, settings=self.settings, now=self.now
             ),
@@ -265,10 +261,7 @@ class World:
         """The scheduler: pods get nodes while there is room."""
         taken = sum(1 for p in self.pods.values() if p.scheduled and p.ended is None)
         for name, pod in sorted(self.pods.items()):
-            if pod.live and not pod.scheduled and pod.gated != self.gated:
-                said = "Scheduling is blocked due to non-empty scheduling gates" if self.gated else "0/9 nodes"
-                self.pods[name] = pod = dataclasses.replace(pod, gated=self.gated, unschedulable=said)
-            if pod.live and not pod.scheduled and not pod.gated and taken < self.capacity:
+            if pod.live and not pod.scheduled and taken < self.capacity:
                 node = f"node-{taken}"
                 while self._removed(node) or self._leaving(node) or node in pod.avoids:
                     node += "-new"
@@ -286,7 +279,6 @@ class World:
         """Another process of it has no answer of the leader, and gets none before it has asked."""
         self.leader_reachable, self.answered_at, self.asked = False, None, None
         self.operator_since = self.now
-        self.memory = JobMemory(self.job.metadata.uid)
 
     def bury(self) -> None:
         """Pods that were told to go are gone, where there is a kubelet to say so."""
