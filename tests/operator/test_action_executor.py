@@ -152,6 +152,19 @@ async def test_a_large_jobs_service_comes_to_select_all_pods_once(actor: ActionE
     assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits"}
 
 
+async def test_a_service_that_is_made_again_and_whose_answer_is_lost_comes_to_select_all_pods_too(
+    actor: ActionExecutor, objects: Any
+) -> None:
+    built, settings = job().nodes(5).build(), PlanSettings()
+    few = EnsureService("digits", build_service(built, settings, is_complete=False))
+    named = NamePods(build_service(built, settings, is_complete=True))
+    assert await actor.execute(JOB, [few, named]) == (None, None)
+    del objects.there[("services", "digits")]
+    objects.lose = "digits"
+    assert await actor.execute(JOB, [few, named]) == (None, None)
+    assert objects.there[("services", "digits")]["spec"]["selector"] == {"everstep.dev/job": "digits"}
+
+
 @pytest.mark.parametrize("changed", [False, True])
 async def test_a_service_that_was_made_here_is_not_read_to_select_all_pods_unless_somebody_has_changed_it(
     actor: ActionExecutor, objects: Any, changed: bool

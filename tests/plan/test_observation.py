@@ -52,6 +52,24 @@ def test_a_running_pod() -> None:
     assert pod.live
 
 
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("WorkloadEvictedDueToPreempted", Reason.PREEMPTED),
+        ("WorkloadEvicted", Reason.PREEMPTED),
+        ("NoMatchingWorkload", Reason.EVICTED),
+    ],
+)
+def test_a_pod_that_kueue_takes_back_for_another_workload_is_preempted(reason: str, expected: Reason) -> None:
+    """Kueue, by whose queue the chart has pods queued, marks them by a condition of its own before it deletes them."""
+    taken = raw(state={"running": {"startedAt": AT}})
+    taken["metadata"] |= {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 120}
+    taken["status"]["conditions"].append({"type": "TerminationTarget", "status": "True", "reason": reason})
+    assert explain_loss(parse_pod(taken)) is expected
+    taken["status"]["conditions"][-1]["status"] = "False"
+    assert explain_loss(parse_pod(taken)) is Reason.POD_DELETED
+
+
 def test_a_container_that_could_not_be_started_has_not_been() -> None:
     over = {"exitCode": 128, "reason": "StartError", "startedAt": "1970-01-01T00:00:00Z", "finishedAt": AT}
     pod = parse_pod(raw(state={"terminated": over}))

@@ -115,6 +115,21 @@ def test_finished_stays_finished() -> None:
     assert made.actions == ()
 
 
+def test_agents_are_reached_at_the_port_that_they_listen_on_though_the_operator_has_another_one_since() -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    world.start()
+    world.settings = dataclasses.replace(world.settings, agent_port=9000)
+    made = world.reconcile()
+    assert made.poll is not None
+    assert made.poll.address == "10.0.0.0:8470"
+    assert [a.addresses for a in made.actions if isinstance(a, PushPeers)] == [{0: "10.0.0.0:8470", 1: "10.0.0.1:8470"}]
+    world.run("Running")
+    world.vanish(1)
+    assert [a.leader for a in world.reconcile().actions if isinstance(a, CreatePods)] == ["10.0.0.0:8470"]
+
+
 def test_the_leader_hears_the_addresses_when_they_are_complete() -> None:
     world = World(job().nodes(2).build())
     world.reconcile()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.status import ConditionType
+from everstep_operator.cluster.job_memory import JobMemory
+from everstep_operator.plan.observation import Observation
 from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
@@ -12,6 +16,26 @@ from tests.builders import job, pool
 from tests.plan.world import World
 
 STORE = {"store": "s3://bucket/run"}
+
+
+class QueuedWorld(World):
+    """A world where a queue, while it is closed, keeps pods from the scheduler."""
+
+    def __init__(self, built: TrainingJob) -> None:
+        super().__init__(built, capacity=0)
+        self.closed = True
+        self.memory = JobMemory(built.metadata.uid)
+
+    def bind(self) -> None:
+        said = "Scheduling is blocked due to non-empty scheduling gates" if self.closed else "0/9 nodes are available"
+        for name, pod in self.pods.items():
+            if pod.live and not pod.scheduled:
+                self.pods[name] = dataclasses.replace(pod, gated=self.closed, unschedulable=said)
+        super().bind()
+
+    def observe(self, **more: Any) -> Observation:
+        gated_at = self.memory.note_gates(self.pods.values(), self.now)
+        return dataclasses.replace(super().observe(**more), gated_at=gated_at)
 
 
 def world(**pools: object) -> World:
@@ -40,6 +64,26 @@ def test_the_first_pool_is_tried_for_its_wait() -> None:
     made.capacity = 10
     made.run("Running")
     assert {p.template for p in made.pods.values()} == {2}
+
+
+def test_while_a_queue_keeps_pods_from_the_scheduler_no_pool_lacks_nodes() -> None:
+    """Pods with scheduling gates, as Kueue's, have not asked for a node: the wait begins when the gates are gone."""
+    made = QueuedWorld(job().nodes(2).spot(wait="15m").build())
+    made.pools = {"spot": pool("spot").build(), "on-demand": pool("on-demand").build()}
+    made.reconcile()
+    for _ in range(40):
+        made.tick(100)
+        made.reconcile()
+    assert chosen(made) == "spot"
+    assert not made.status.is_false(ConditionType.CAPACITY_AVAILABLE)
+    made.closed = False
+    opened = made.now
+    while chosen(made) == "spot":
+        made.tick(10)
+        made.reconcile()
+    assert made.now >= opened + 890, "the pool has had its wait"
+    made.capacity = 10
+    made.run("Running")
 
 
 def test_the_last_pool_is_kept() -> None:

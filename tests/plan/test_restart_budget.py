@@ -135,6 +135,7 @@ def test_without_any_allowance_the_reason_is_the_error_itself() -> None:
         ("EvictionByEvictionAPI", "Evicted", (0, 1, 0)),
         ("DeletionByTaintManager", "NodeLost", (0, 1, 0)),
         ("PreemptionByScheduler", "Preempted", (0, 0, 1)),
+        ("WorkloadEvictedDueToPreempted", "Preempted", (0, 0, 1)),
     ],
 )
 def test_a_lost_pod_is_paid_by_whoever_took_it(

@@ -274,6 +274,7 @@ class Reconciler:
             claims=await self.claims.read(key[0], job.metadata.uid, frozen),
             budget=self.actor.budgets.find(key),
             scale_up_at=memory.scale_up_at,
+            gated_at=memory.note_gates(pods, self.clock()),
         )
 
     async def _find_nodes(

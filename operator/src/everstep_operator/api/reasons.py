@@ -92,8 +92,9 @@ class Reason(StrEnum):
     SCHEDULED = "Scheduled", "All pods have a node."
     CONTAINER_WAITING = (
         "ContainerWaiting",
-        "A pod has a node, and its kubelet cannot start it: the message quotes what it says of the image, a Secret or "
-        "a ConfigMap. It tries again until timeouts.startup; in a job that has run, for timeouts.pending besides.",
+        "A pod has a node, and its kubelet cannot start it: the message quotes what it says of the image, or of a "
+        "Secret or ConfigMap that a variable refers to. It tries again until timeouts.startup; in a job that has run, "
+        "for timeouts.pending besides.",
     )
     GANG_RELEASED = (
         "GangReleased",
@@ -185,7 +186,7 @@ class Reason(StrEnum):
     # Pre-emption, free of charge
     SPOT_INTERRUPTION = "SpotInterruption", "The provider reclaims a node under the job's pods, which leave it."
     NODE_MAINTENANCE = "NodeMaintenance", "A node under the job's pods goes down for maintenance; they leave it."
-    PREEMPTED = "Preempted", "The scheduler pre-empted a pod for one of higher priority."
+    PREEMPTED = "Preempted", "The scheduler pre-empted a pod for one of higher priority, or Kueue evicted it."
     SCALE_DOWN = "ScaleDown", "An autoscaler removes a node under the job's pods, which leave it."
 
     # Modes

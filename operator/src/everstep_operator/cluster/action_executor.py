@@ -209,8 +209,9 @@ class ActionExecutor:
 
     async def _ensure_service(self, job: JobRef, action: act.EnsureService) -> None:
         found, is_new = await self._ensure(SERVICES, job, action.body)
+        if is_new or (lacks_names(found) and self._names_due.get(job.uid) == math.inf):
+            self.forget(job.uid)  # another one was named; the answer to the create of this one may have been lost
         if is_new:
-            self.forget(job.uid)
             if lacks_names(found):
                 self._unnamed[job.uid] = found["metadata"]["resourceVersion"]
         elif lacks_names(found) and not lacks_names(action.body):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster.cache import CacheEntry
+from everstep_operator.plan.observation import PodView
 
 
 @dataclass
@@ -23,7 +24,19 @@ class JobMemory:
     status_written_at: float | None = None  # by us, for what may wait for the next write
     edit_reported_at: float | None = None  # when its users were last told that somebody has changed its status
     scale_up_at: float | None = None  # when a node was last promised to a pod of the job
+    gated_at: float | None = None  # when one of its pods was last seen that a queue keeps from the scheduler
     status_refused: bool = False  # its users have been told so
     unreadable: int | None = None  # the version of which they have been told that it breaks the rules
     kept: dict[str, Any] = field(default_factory=dict)  # fields of the status that the CRDs have no place for
     read: tuple[CacheEntry[Mapping[str, Any]], TrainingJob] | None = None  # what is stored, and the job that it says
+
+    def note_gates(self, pods: Iterable[PodView], now: float) -> float | None:
+        """Return when a pod of the job was last seen with scheduling gates: nothing tells when they have gone.
+
+        Args:
+            pods: Its pods, as they are now.
+            now: Unix seconds.
+        """
+        if any(pod.gated and pod.live for pod in pods):
+            self.gated_at = now
+        return self.gated_at

@@ -99,6 +99,13 @@ def find_fence_timeout(job: TrainingJob, frozen: FrozenTemplate | None, settings
     return max(at_least, float(told)) if isinstance(told, (int, float)) else at_least
 
 
+def find_agent_port(frozen: FrozenTemplate | None, settings: PlanSettings) -> int:
+    """Return the port of a job's agents: as frozen in their template, for the operator's setting may have changed
+    since."""
+    told = frozen.job.get("port") if frozen is not None else None
+    return told if type(told) is int else settings.agent_port
+
+
 def service_name(job: TrainingJob) -> str:
     return f"{job.metadata.name}.{job.metadata.namespace or 'default'}.svc"
 

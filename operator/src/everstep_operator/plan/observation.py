@@ -92,6 +92,7 @@ class PodView:
     ip: str | None = None
     scheduled_at: float | None = None
     unschedulable: str = ""  # the scheduler's message while it finds no node
+    gated: bool = False  # a queue, such as Kueue, keeps it from the scheduler (`spec.schedulingGates`)
     started_at: float | None = None  # the trainer container was started (and may be over)
     ended: ContainerEnd | None = None
     ended_by: str = ""  # why the kubelet ended all of it: Evicted, Terminated (with its machine) …
@@ -100,7 +101,7 @@ class PodView:
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
     container_wait: str = ""  # why one of its containers cannot be started: an image, a Secret …
-    disruption: str | None = None  # reason of a true DisruptionTarget condition
+    disruption: str | None = None  # reason of a true DisruptionTarget condition, or of Kueue's own
     gone_since: float | None = None  # when its node was removed from the cluster, or died (`Observation.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
     avoids: frozenset[str] = frozenset()  # names of nodes on which it may not be bound, while it has none
@@ -196,6 +197,7 @@ class Observation:
     claims: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # access modes of those that pods mount
     budget: BudgetView | None = None  # None: there is none, or the operator makes none
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
+    gated_at: float | None = None  # a pod was last seen that a queue keeps from the scheduler
 
     @cached_property
     def ours(self) -> tuple[PodView, ...]:
@@ -251,7 +253,6 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
     labels: Mapping[str, Any] = meta.get("labels") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     bound = conditions.get("PodScheduled") or {}
-    disruption = conditions.get("DisruptionTarget") or {}
     created = parse_timestamp(meta.get("creationTimestamp")) or 0.0
     scheduled_at = None
     if spec.get("nodeName"):
@@ -283,6 +284,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         ip=status.get("podIP") or None,
         scheduled_at=scheduled_at,
         unschedulable="" if scheduled_at is not None else clip_text(bound.get("message")),
+        gated=scheduled_at is None and bound.get("reason") == "SchedulingGated",
         # Of a container that its runtime could not start, kubelets tell a start in 1970.
         started_at=parse_timestamp(current.get("startedAt")) or None,
         ended=_parse_container_end(over) if over else _parse_pod_end(status),
@@ -292,12 +294,21 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         waiting_reason=clip_text(waiting.get("reason"), 128),
         waiting_message=clip_text(waiting.get("message")),
         container_wait=clip_text(find_container_wait(status, TRAINER_CONTAINER)),
-        disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
+        disruption=_find_disruption(conditions),
         token_secret=token_secret,
         avoids=list_excluded_nodes(spec) if scheduled_at is None else frozenset(),
         listed=LABEL_JOB in labels,
         finalizers=clip_text(", ".join(map(str, kept_by))),
     )
+
+
+def _find_disruption(conditions: Mapping[Any, Mapping[str, Any]]) -> str | None:
+    """Return why somebody takes the pod away, or None. Kueue has a condition of its own."""
+    for kind in ("DisruptionTarget", "TerminationTarget"):
+        found = conditions.get(kind) or {}
+        if found.get("status") == "True":
+            return clip_text(found.get("reason"), 128)
+    return None
 
 
 def _parse_index(name: str, job: str, labels: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ from everstep_operator.plan import (
     ttl,
 )
 from everstep_operator.plan.actions import CreatePods, DryRun, JobPlan, LeaderPoll, PushPeers, StopLeader
-from everstep_operator.plan.agent_config import find_termination_grace
+from everstep_operator.plan.agent_config import find_agent_port, find_termination_grace
 from everstep_operator.plan.decision import Decision, parse_reason
 from everstep_operator.plan.observation import Observation
 from everstep_operator.plan.plan_context import FORMING_PHASES, RUN_PHASES, PlanContext
@@ -378,7 +378,7 @@ def _push_addresses(s: PlanContext, decision: Decision) -> Decision:
         return decision
     if len(s.live) < s.wanted or not all(p.ip for p in s.live):
         return decision
-    port = s.observed.settings.agent_port
+    port = find_agent_port(s.observed.frozen, s.observed.settings)
     return decision.with_actions(PushPeers(s.head.epoch, {p.index: p.format_address(port) for p in s.live}))
 
 
@@ -397,6 +397,6 @@ def _make_poll(s: PlanContext, restarts: Restarts, phase: Phase) -> LeaderPoll |
         return None  # should it still run somewhere, it shall not go on in our name
     last = restarts.last
     allowance = 0 if phase is Phase.STOPPING else restart_budget.count_remaining_restarts(s, restarts)
-    address = head.format_address(s.observed.settings.agent_port)
+    address = head.format_address(find_agent_port(s.observed.frozen, s.observed.settings))
     charged = last.id if last else ""
     return LeaderPoll(address, head.uid, head.epoch, head.template, charged, allowance, head.token_secret, s.wanted)

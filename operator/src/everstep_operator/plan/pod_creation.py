@@ -29,6 +29,7 @@ from everstep_operator.plan.actions import (
     EnsureTemplate,
     JobPlan,
 )
+from everstep_operator.plan.agent_config import find_agent_port
 from everstep_operator.plan.agent_volume import find_agent_config_map
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.frozen_template import FrozenTemplate
@@ -278,7 +279,7 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     uid = job.metadata.uid
     key = find_key((template.secret_name_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
     actions.append(EnsureTemplate(name, t, template.build_config_map(job, frozen, key)))
-    leader = _find_leader_address(s, chosen, epoch)
+    leader = _find_leader_address(s, frozen, chosen, epoch)
     leaving = sorted({*s.observed.silent_nodes, *node_notices.list_left_nodes(s)})
     bad = tuple(name for name in s.observed.avoided_nodes if name not in leaving)
     firm = bad if pod_replacement.is_choosy(s) else ()
@@ -289,10 +290,10 @@ def _make_creation_actions(s: PlanContext, frozen: FrozenTemplate, indices: Iter
     return actions
 
 
-def _find_leader_address(s: PlanContext, indices: Iterable[int], epoch: int) -> str:
+def _find_leader_address(s: PlanContext, frozen: FrozenTemplate, indices: Iterable[int], epoch: int) -> str:
     """Return the address where these pods can announce themselves: the kubelet reports a new pod's address about a
     second late."""
     head = s.head
     if s.plain or head is None or 0 in indices or not head.running or not head.live or head.epoch != epoch:
         return ""
-    return head.format_address(s.observed.settings.agent_port) if head.ip else ""
+    return head.format_address(find_agent_port(frozen, s.observed.settings)) if head.ip else ""

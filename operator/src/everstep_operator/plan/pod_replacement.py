@@ -157,6 +157,8 @@ def explain_loss(pod: PodView | None) -> Reason:
         return Reason.OUT_OF_MEMORY
     if pod.disruption != "PreemptionByScheduler" and (announced := _explain_by_notice(pod)) is not None:
         return announced
+    if pod.disruption is not None and pod.disruption.startswith(_EVICTED_BY_KUEUE):
+        return Reason.PREEMPTED
     if pod.disruption is not None:
         return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
     if _find_end_reason(pod) in _KUBELET_ENDS:
@@ -251,6 +253,8 @@ NOTICE_REASONS = {
     reason.value: reason for reason in (Reason.SPOT_INTERRUPTION, Reason.NODE_MAINTENANCE, Reason.SCALE_DOWN)
 }
 _EVICTED_FOR_TAINT = "DeletionByTaintManager"
+# Of its TerminationTarget; newer versions of Kueue add "DueToPreempted" and the like.
+_EVICTED_BY_KUEUE = "WorkloadEvicted"
 _DISRUPTIONS = {
     "PreemptionByScheduler": Reason.PREEMPTED,
     "EvictionByEvictionAPI": Reason.EVICTED,

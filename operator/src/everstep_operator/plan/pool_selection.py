@@ -51,7 +51,9 @@ def select_next_pool(s: PlanContext) -> tuple[PoolSelection | None, float | None
         return None, None
     if s.has_run and not _keeps_checkpoints(s.spec.checkpoint):
         return None, None
-    since = max(_pool_tried_since(s), s.since(_WAITING_PHASES) if s.has_run else 0.0)
+    # Pods that a queue keeps back have not asked for a node.
+    gated_at = s.observed.gated_at or 0.0
+    since = max(_pool_tried_since(s), s.since(_WAITING_PHASES) if s.has_run else 0.0, gated_at)
     looks = []
     for name, bound, wanted in _count_by_pool(s):
         if bound == wanted or name not in names:
@@ -87,7 +89,7 @@ def describe_move(s: PlanContext, choice: PoolSelection) -> str:
 def describe_shortage(s: PlanContext) -> str | None:
     """Return which pools have nodes for how many pods, with the scheduler's message; None unless it has found none for
     some."""
-    waiting = next((pod for pod in s.live if pod.unschedulable), None)
+    waiting = next((pod for pod in s.live if pod.unschedulable and not pod.gated), None)
     if waiting is None:
         return None
     short = []
