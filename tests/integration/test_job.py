@@ -74,6 +74,24 @@ async def test_everything_a_job_needs_is_made_before_its_pods(world: World) -> N
         assert other["metadata"]["ownerReferences"][0]["uid"] == uid
 
 
+async def test_devices_by_resource_claims_are_what_the_api_server_takes(world: World) -> None:
+    gpus = {"name": "gpus", "resourceClaimTemplateName": "four-gpus"}
+    await world.submit(
+        "digits",
+        numNodes=1,
+        numProcPerNode=4,
+        resources={"claims": [{"name": "gpus"}]},
+        podTemplate={"spec": {"resourceClaims": [gpus]}},
+    )
+    (pod,) = await world.until_pods("digits", 1)
+    assert pod["spec"]["resourceClaims"] == [gpus]
+    assert pod["spec"]["containers"][0]["resources"]["claims"] == [{"name": "gpus"}]
+    await world.submit("none", numNodes=1, resources={"claims": [{"name": "gpus"}]})
+    await world.until_phase("none", "Failed")
+    (last, *_) = reversed((await world.job("none"))["status"]["transitions"])
+    assert last["reason"] == "InvalidTemplate"
+
+
 async def test_from_first_pod_to_success(world: World) -> None:
     job = await world.submit("digits", numNodes=2)
     pods = await world.until_pods("digits", 2)

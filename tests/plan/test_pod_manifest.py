@@ -183,3 +183,13 @@ def test_a_pod_says_only_what_no_default_gives_and_says_it_once() -> None:
     assert not trainer.keys() & {"imagePullPolicy", "terminationMessagePath", "terminationMessagePolicy", "resources"}
     assert not body["spec"].keys() & {"dnsPolicy", "schedulerName", "serviceAccountName", "nodeSelector", "affinity"}
     assert len(json.dumps(body, separators=(",", ":"))) <= MAX_BODY_BYTES
+
+
+def test_the_trainer_gets_the_devices_of_its_pods_resource_claims() -> None:
+    over = {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "four-gpus"}]}
+    claims = [{"name": "gpus", "request": "h200"}]
+    made = frozen(job().spec(numProcPerNode=4, resources={"claims": claims}, podTemplate={"spec": over}))
+    spec = build_pod(made, 0, 2)["spec"]
+    assert spec["containers"][0]["resources"] == {"claims": claims}
+    assert spec["resourceClaims"] == over["resourceClaims"]
+    assert made.job["numProcPerNode"] == 4

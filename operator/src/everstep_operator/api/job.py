@@ -30,13 +30,12 @@ from everstep_operator.api.scalars import (
     Duration,
     ListMap,
     Pattern,
-    Quantity,
     Whole,
     format_duration,
     limit_duration,
-    limit_keys,
 )
 from everstep_operator.api.status import TrainingJobStatus
+from everstep_operator.api.trainer import EnvVar, TrainerResources
 
 OPERATOR_NAME = "everstep.dev/operator"
 JOB_NAME_PATTERN = "^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
@@ -46,52 +45,6 @@ else:
     ScheduleName = Literal[("auto", *SCHEDULE_NAMES)]  # as the pipeline library's table has them
 _NAME = re.compile(JOB_NAME_PATTERN)
 _DOMAIN_PATH = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~%!$&'()*+,;=:-]+$"
-
-SETTABLE_VARIABLES = ("EVERSTEP_FAILURE_DOMAIN", "EVERSTEP_CHECKPOINT_MEMORY")  # of ours, by the checkpoint library
-
-
-class EnvVar(ApiModel):
-    """An environment variable of the trainer."""
-
-    name: Annotated[str, Pattern("^[ -<>-~]+$", 256)]
-    """Any printable ASCII characters but `=`."""
-    value: Argument | None = None
-    """A plain value; `$(NAME)` refers to a variable before it."""
-    value_from: dict[str, Any] | None = None
-    """A Kubernetes EnvVarSource; its content is checked when the first pod is created."""
-
-    rules: ClassVar = (
-        Rule(
-            "!has(self.value) || self.value == '' || !has(self.valueFrom)",
-            "set value or valueFrom, not both",
-            lambda env: not env.value or env.value_from is None,
-        ),
-        Rule(
-            f"!self.name.startsWith('EVERSTEP_') || self.name in {list(SETTABLE_VARIABLES)}",
-            "names that start with EVERSTEP_ belong to everstep: choose another name, or one of "
-            + " and ".join(SETTABLE_VARIABLES),
-            lambda env: not env.name.startswith("EVERSTEP_") or env.name in SETTABLE_VARIABLES,
-            ".name",
-        ),
-    )
-
-
-ResourceList = Annotated[
-    dict[str, Quantity],
-    Field(max_length=32),
-    limit_keys("^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 317,
-         "keys must be resource names, like cpu or nvidia.com/gpu"),
-    DropNulls,
-]  # fmt: skip
-
-
-class TrainerResources(ApiModel):
-    """Resources of the trainer container of each pod."""
-
-    requests: ResourceList = Field(default_factory=dict)
-    """What each pod reserves."""
-    limits: ResourceList = Field(default_factory=dict)
-    """What each pod may use at most; GPUs are asked for here."""
 
 
 class TorchDistribution(ApiModel):

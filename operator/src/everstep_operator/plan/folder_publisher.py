@@ -12,7 +12,8 @@ from typing import Any
 
 from everstep.agent.ranks.container_contract import name_attempt
 from everstep_operator.api.checkpoint import FOLDER
-from everstep_operator.api.job import SETTABLE_VARIABLES, TrainingJob
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.trainer import SETTABLE_VARIABLES
 from everstep_operator.plan.observation import EPOCH_VARIABLE
 from everstep_operator.plan.overlay import normalize_mount_path
 

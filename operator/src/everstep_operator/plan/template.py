@@ -280,8 +280,10 @@ def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> 
         # No `readOnly`: whatever a pod says, kubelets mount volumes of this kind so.
         mounts.append(_build_mount(agent_volume.VOLUME, agent_volume.FOLDER))
         mounts += [_build_mount("everstep-run", "/run/everstep"), _build_mount("everstep-memory", _CHECKPOINT_MEMORY)]
-    resources = spec.resources.manifest()
-    if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
+    said = spec.resources
+    amounts = {"requests": _with_gpu_name(said.requests, pool), "limits": _with_gpu_name(said.limits, pool)}
+    resources = {**amounts, "claims": [each.manifest() for each in said.claims]}
+    if resources := {kind: given for kind, given in resources.items() if given}:
         container["resources"] = resources
     if spec.checkpoint is not None and spec.checkpoint.secret_ref is not None:
         container["envFrom"] = [{"secretRef": {"name": spec.checkpoint.secret_ref.name}}]
