@@ -190,6 +190,19 @@ def test_without_targets_two_micro_batches_of_one_sample_each_are_looked_at() ->
     alone(lambda output, targets: output.square().sum(1).squeeze(), (3,), (3,))
 
 
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("targets", [(), 0, torch.tensor(0.5), {"temperature": torch.tensor(0.5)}])
+def test_where_targets_are_no_samples_those_of_the_output_are_looked_at(targets: Any, size: int) -> None:
+    def look_at_parts(given: Any) -> None:
+        looking = FirstLook(lambda output, targets: info_nce(output, None), None, 2)
+        for part in twins(8)["left"].split(size):
+            looking((part, part.roll(1, 1)), given)
+
+    for given in (targets, {"labels": torch.ones(size), "more": targets}):
+        with pytest.raises(PipelineError, match="the loss takes them together"):
+            look_at_parts(given)
+
+
 def test_after_micro_batches_of_one_number_those_of_several_samples_are_looked_at() -> None:
     looking = FirstLook(lambda output, targets: (output - output.mean()).square().mean() + output.sum(), None, 2)
     looking(torch.randn(1), torch.ones(1))
