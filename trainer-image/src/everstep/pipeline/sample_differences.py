@@ -321,18 +321,23 @@ def _compare_rows(output: Any, halves: Sequence[Any], count: int) -> tuple[bool,
         return True, False
     has_numbers, alike = False, True
     for one, *parts in zip(ones, *others, strict=True):
-        if not one.dim() or len(one) != count or any(part.shape[1:] != one.shape[1:] for part in parts):
-            has_numbers, alike = True, alike and not one.dim()
-        else:
+        # Also of several rows of each sample, as what a router says of each word.
+        if one.dim() and len(one) % count == 0 and _are_rows(one, parts):
             alike = alike and _are_equal(one, torch.cat(parts))
+        else:
+            has_numbers, alike = True, alike and not one.dim()
     return has_numbers, alike
+
+
+def _are_rows(one: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    """Tell whether parts together have the rows of a tensor."""
+    return all(part.dim() and part.shape[1:] == one.shape[1:] for part in parts) and sum(map(len, parts)) == len(one)
 
 
 def _differ_in_rows(output: Any, halves: Sequence[Any], count: int) -> bool:
     """Tell whether a model makes another thing of a sample where there are more."""
     for one, *parts in zip(tensors_of(output), *map(tensors_of, halves), strict=False):
-        is_of_samples = one.dim() and len(one) == count and all(part.shape[1:] == one.shape[1:] for part in parts)
-        if is_of_samples and sum(map(len, parts)) == count and not _are_equal(one, torch.cat(parts)):
+        if one.dim() and len(one) == count and _are_rows(one, parts) and not _are_equal(one, torch.cat(parts)):
             return True
     return False
 
