@@ -13,6 +13,7 @@ from torch import nn  # noqa: E402
 
 from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.meeting_samples import FirstLook  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -113,3 +114,34 @@ def test_where_a_batch_is_not_cut_it_starts_as_the_script_made_it() -> None:
     for found in ranks.run(2, _train, 1, True):
         for name, wanted in expected.items():
             assert found[name] == pytest.approx(wanted, rel=1e-10), name
+
+
+class Recording(nn.Module):  # type: ignore[misc]
+    """Keeps what does not change its value, and draws what does not either."""
+
+    seen: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.sizes, self.generator = 0, list[int](), torch.Generator().manual_seed(0)
+
+    def forward(self, output: Any, target: Any) -> Any:
+        random.random()
+        torch.rand(3, generator=self.generator), torch.rand(3)
+        self.calls += 1
+        self.seen += len(output)
+        self.sizes.append(len(output))
+        return (output - target).square().mean()
+
+
+def test_where_a_loss_is_looked_at_in_the_first_step_it_and_random_numbers_go_on_as_after_one_call() -> None:
+    found: list[Any] = []
+    for is_looked_at in (False, True):
+        loss = Recording()
+        torch.manual_seed(0)
+        random.seed(0)
+        (FirstLook(loss, None, 2) if is_looked_at else loss)(X, X + 1)
+        found.append((loss.calls, loss.sizes, float(loss.seen), random.random(), float(torch.rand(()))))
+        found[-1] += (float(torch.rand((), generator=loss.generator)),)
+    assert found[0] == found[1]

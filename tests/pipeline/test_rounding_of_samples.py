@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,3 +96,43 @@ def test_samples_that_meet_are_found_where_weights_that_are_a_little_others_have
 
     with pytest.raises(PipelineError, match="would train something else"):
         look(model, twins(), torch.arange(16), bounded)
+
+
+class Words(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.head(self.embed(tokens).cumsum(1))
+
+
+def improve(advantages: Any, output: Any, targets: Any) -> Any:
+    """The loss of GRPO: zero before training, as advantages of a group are, together."""
+    chosen = output[:, :-1].log_softmax(-1).gather(-1, targets["tokens"][:, 1:, None])[..., 0]
+    ratio = (chosen - targets.get("before", chosen.detach())).exp()
+    given = advantages(targets["rewards"])[:, None]
+    return -torch.minimum(ratio * given, ratio.clamp(0.8, 1.2) * given).mean(1).mean()
+
+
+def normalise(rewards: Any) -> Any:
+    return (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-4)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_losses_of_samples_that_cancel_each_other_are_not_taken_for_samples_that_meet(is_known: bool) -> None:
+    model, random = Words(), torch.Generator().manual_seed(0)
+    tokens, rewards = torch.randint(20, (16, 6), generator=random), torch.rand(16, generator=random)
+    given, targets = {"tokens": tokens}, {"tokens": tokens, "rewards": rewards}
+    if is_known:
+        before = torch.cat([model(each).log_softmax(-1)[:, :-1].detach() for each in tokens.split(1)])
+        targets["before"] = before.gather(-1, tokens[:, 1:, None])[..., 0]
+    loss = partial(improve, lambda advantages: advantages)
+    for samples, microbatch in ((4, 4), (4, 8), (2, 2)):
+        known = {**targets, "rewards": normalise(rewards.view(-1, samples)).flatten()}
+        look(model, given, known, loss, microbatch=microbatch)
+        FirstLook(loss, None, 2)(model(tokens), known)
+    for other in (normalise, lambda rewards: rewards - rewards.mean()):
+        with pytest.raises(PipelineError, match="the loss takes them together"):
+            look(model, given, targets, partial(improve, other), microbatch=4)

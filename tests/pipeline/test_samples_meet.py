@@ -142,6 +142,30 @@ def test_ordinary_losses_pass_and_so_does_a_balance_of_experts(name: str) -> Non
     check_samples(found.model, found, inputs, batch.targets, case.loss, None, frozenset())
 
 
+class Routed(Words):
+    """Returns a loss with a balance of experts, and what its router says of each word, as models of transformers do."""
+
+    def __init__(self, has_loss: bool) -> None:
+        super().__init__()
+        self.router, self.has_loss = nn.Linear(8, 4), has_loss
+
+    def forward(self, tokens: Any) -> Any:
+        logits, routed = super().forward(tokens), self.router(self.embed(tokens)).flatten(0, 1)
+        loss = {"loss": f.cross_entropy(logits.mT, tokens) + 0.1 * self.balance(routed)} if self.has_loss else {}
+        return {**loss, "logits": logits, "routed": (routed,)}
+
+    def balance(self, routed: Any) -> Any:
+        chances = routed.softmax(-1)
+        return 4 * (f.one_hot(chances.argmax(-1), 4).to(chances).mean(0) * chances.mean(0)).sum()
+
+
+def test_a_balance_of_experts_passes_beside_what_a_router_says_of_the_words_of_all_samples() -> None:
+    model, (tokens, _) = Routed(has_loss=False), sentences()
+    look(Routed(has_loss=True), {"tokens": tokens}, tokens, lambda output, targets: output["loss"])
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        look(model, {"tokens": tokens}, tokens, lambda output, targets: model.balance(output["routed"][0]))
+
+
 def test_a_mean_that_is_weighted_by_what_it_counts_passes_and_so_does_what_is_drawn() -> None:
     tokens, targets = sentences()
     look(Words(), {"tokens": tokens}, targets, mean_of_words, words_counted)
@@ -188,6 +212,19 @@ def test_without_targets_two_micro_batches_of_one_sample_each_are_looked_at() ->
     # A number that may be of no sample; and a loss that takes one sample only.
     alone(lambda output, targets: output.sum(), (), ())
     alone(lambda output, targets: output.square().sum(1).squeeze(), (3,), (3,))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("targets", [(), 0, torch.tensor(0.5), {"temperature": torch.tensor(0.5)}])
+def test_where_targets_are_no_samples_those_of_the_output_are_looked_at(targets: Any, size: int) -> None:
+    def look_at_parts(given: Any) -> None:
+        looking = FirstLook(lambda output, targets: info_nce(output, None), None, 2)
+        for part in twins(8)["left"].split(size):
+            looking((part, part.roll(1, 1)), given)
+
+    for given in (targets, {"labels": torch.ones(size), "more": targets}):
+        with pytest.raises(PipelineError, match="the loss takes them together"):
+            look_at_parts(given)
 
 
 def test_after_micro_batches_of_one_number_those_of_several_samples_are_looked_at() -> None:

@@ -17,11 +17,13 @@ from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.check import as_before, find_mixing_nodes
+from everstep.pipeline.frontend.compiled import disable_compilation
+from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.trace import Traced, attributes_kept
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.left_behind import WatchedLoss
-from everstep.pipeline.loss_state import call_twice, refuse_state
+from everstep.pipeline.loss_state import call_twice, loss_kept, refuse_state
 from everstep.pipeline.repeatable_modes import differs_in_training, evaluation_mode, repeatable_training
 from everstep.pipeline.sample_differences import (
     Ran,
@@ -130,7 +132,7 @@ def check_samples(
 
     apart = find(count, partial(find_difference, combine=add_parts, least=least))
     if apart is None and many > count:
-        apart = find(many, find_difference_of_many)
+        apart = find(many, partial(find_difference_of_many, least=least))
     if apart is None:
         return sorted(idle) if len(idle) < len(names) else []
     where = "they meet in the model" if loss is None else _IN_LOSS
@@ -180,16 +182,20 @@ class FirstLook:
     def __call__(self, output: Any, targets: Any) -> Any:
         if self._is_new and torch.is_grad_enabled():
             self._is_new = False
-            own = self._loss.loss if isinstance(self._loss, WatchedLoss) else self._loss
-            if (values := call_twice(own, output, targets, self._weight)) is not None:
+            if (values := call_twice(self._own_loss, output, targets, self._weight)) is not None:
                 refuse_state(*values, self._times)
         if not self._looked and torch.is_grad_enabled():
             self._look(output, targets)
         return self._loss(output, targets)
 
+    @property
+    def _own_loss(self) -> Loss:
+        return self._loss.loss if isinstance(self._loss, WatchedLoss) else self._loss
+
     def _look(self, output: Any, targets: Any) -> None:
-        tensors = [*tensors_of(output), *tensors_of(targets)]
-        samples = next((len(each) for each in tensors_of(targets) if each.dim()), -1)
+        # Targets without dimensions go whole to each micro-batch; where all are such, the output tells of samples.
+        tensors = [*(each for each in tensors_of(targets) if each.dim()), *tensors_of(output)]
+        samples = next((len(each) for each in tensors if each.dim()), -1)
         is_cut = all(each.dim() and len(each) == samples for each in tensors)
         if samples in (0, 1):
             # A single number may be of no sample, as what a model learns to scale others by.
@@ -224,8 +230,15 @@ class FirstLook:
 
         look = partial(find_difference, run, some, count, frozenset(), combine=join_parts)
         devices = {each.device.index or 0 for each in tensors_of(output) if each.device.type == "cuda"}
+        own = self._own_loss
+        draws = ScriptDraws(own if isinstance(own, nn.Module) else nn.Module())
         try:
-            with torch.random.fork_rng(sorted(devices)):
+            with (
+                torch.random.fork_rng(sorted(devices)),
+                draws.at(draws.get_state()),
+                loss_kept(own),
+                disable_compilation(),
+            ):
                 if (apart := look()) is not None:
                     apart = look_again(apart, partial(run, some, count), vary, look)
         except PipelineError:

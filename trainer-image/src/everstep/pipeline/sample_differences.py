@@ -24,6 +24,7 @@ _OF_SAMPLES, _OF_NUMBERS = 1e-3, 0.1
 _OF_GRADIENTS = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
 _OF_NARROW = 0.2
 _REPEATED = 1e-5  # relative; what draws random numbers differs by more
+_CANCELLED, _SINGLE = 1 / 16, 8  # relative to the largest loss of so many single samples
 
 Gradients = list[torch.Tensor | None]
 Ran = tuple[Any, LossPart, Gradients]  # an output, its loss, and what follows from that
@@ -86,7 +87,10 @@ def find_difference(
         one, other, difference = _compute_mean_losses(at_once, [part for _, part, _ in made])
         slopes, allowed = _compare_gradients(at_once, slope, made, combine)
         bound = _OF_NUMBERS if has_numbers and alike else 0.0
-        if difference > max(bound, _OF_SAMPLES, rounding) or slopes > max(bound, allowed):
+        differs = difference > max(bound, _OF_SAMPLES, rounding) and not (
+            parts < count // least and _cancel(run, some, count, unsplit_inputs, (one, other), least)
+        )
+        if differs or slopes > max(bound, allowed):
             return SampleDifference(count, parts, one, other, slopes, alike and not has_numbers)
     return None
 
@@ -116,9 +120,15 @@ def _run_parts(
 
 
 def find_difference_of_many(
-    run: Callable[..., Ran], some: Mapping[str, Any], count: int, unsplit_inputs: frozenset[str]
+    run: Callable[..., Ran],
+    some: Mapping[str, Any],
+    count: int,
+    unsplit_inputs: frozenset[str],
+    *,
+    least: int = 1,
 ) -> SampleDifference | None:
-    """Find how the loss of two micro-batches differs at once; None if random numbers are drawn."""
+    """Find how the loss of two micro-batches, of `least` samples each at least, differs at once; None if random numbers
+    are drawn."""
     halves = [
         (part, stop - start)
         for part, (start, stop) in zip(
@@ -138,10 +148,44 @@ def find_difference_of_many(
     outputs = [each for each, _, _ in made]
     has_numbers, alike = _compare_rows(output, outputs, count)
     meet = _differ_in_rows(output, outputs, count)
-    least = _OF_NUMBERS if has_numbers and alike else _OF_SAMPLES
-    if difference > (rounding if meet else max(least, rounding)):
-        return SampleDifference(count, 2, one, other, None, alike=alike and not has_numbers and not meet)
-    return None
+    bound = _OF_NUMBERS if has_numbers and alike else _OF_SAMPLES
+    if difference <= (rounding if meet else max(bound, rounding)):
+        return None
+    if not meet and _cancel(run, some, count, unsplit_inputs, (one, other), least):
+        return None
+    return SampleDifference(count, 2, one, other, None, alike=alike and not has_numbers and not meet)
+
+
+def _cancel(
+    run: Callable[..., Ran],
+    some: Mapping[str, Any],
+    count: int,
+    unsplit_inputs: frozenset[str],
+    losses: tuple[float, float],
+    least: int,
+) -> bool:
+    """Tell whether losses are apart by what rounding is of those of single samples, which cancel each other: advantages
+    of a group, whose sum is 0, leave nothing but rounding of a loss that they weight."""
+    bounds = compute_bounds(count, count // least, least)
+    parts = split_batch(dict(some), count, count // least, unsplit_inputs, least)
+    largest, rounding = 0.0, 0.0
+    try:
+        with torch.no_grad():
+            for part, (start, stop) in list(zip(parts, bounds, strict=True))[:_SINGLE]:
+                output, loss, _ = run(part, stop - start, is_differentiated=False)
+                if float(loss.count):
+                    largest = max(largest, abs(float(loss.sum) / float(loss.count)))
+                numbers = [each.dtype for each in tensors_of(output) if each.is_floating_point()]
+                rounding = max(rounding, *(2 * torch.finfo(each).eps for each in numbers), _find_rounding(loss))
+    except Exception as error:
+        _log.info("single samples were not looked at: %s: %s", type(error).__name__, error)
+        return False
+    return max(map(abs, losses)) < _CANCELLED * largest and abs(losses[0] - losses[1]) <= rounding * largest
+
+
+def _find_rounding(loss: LossPart) -> float:
+    """Return by how much, relative, sums in another order may differ."""
+    return min(64 * torch.finfo(loss.sum.dtype).eps, _REPEATED) if loss.sum.is_floating_point() else 0.0
 
 
 def _is_repeated(
@@ -156,8 +200,7 @@ def _are_repeated(one: LossPart, other: LossPart) -> bool:
     """Tell whether two losses of the same differ by no more than the order of sums, which may be another one each time
     on a GPU."""
     first, second = float(one.sum.detach()), float(other.sum.detach())
-    rounding = min(64 * torch.finfo(one.sum.dtype).eps, _REPEATED) if one.sum.is_floating_point() else 0.0
-    return abs(first - second) <= rounding * max(abs(first), abs(second))
+    return abs(first - second) <= _find_rounding(one) * max(abs(first), abs(second))
 
 
 def differentiate(part: LossPart, sources: Sequence[torch.Tensor]) -> Gradients:
@@ -249,11 +292,15 @@ def add_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def join_samples(one: Any, other: Any) -> Any:
-    """Two values at once; None if tensors in them differ in more than their samples."""
+    """Two values at once; None if tensors in them differ in more than their samples. Those without dimensions are of no
+    sample."""
     pairs = list(zip(tensors_of(one), tensors_of(other), strict=False))
-    if len(pairs) != len(tensors_of(other)) or any(each.shape[1:] != more.shape[1:] for each, more in pairs):
+    if len(pairs) != len(tensors_of(other)) or any(
+        each.shape[1:] != more.shape[1:] or each.dim() != more.dim() or not (each.dim() or torch.equal(each, more))
+        for each, more in pairs
+    ):
         return None
-    joined = iter([torch.cat(pair) for pair in pairs])
+    joined = iter([torch.cat(pair) if pair[0].dim() else pair[0] for pair in pairs])
     return map_tensors(other, lambda _: next(joined))
 
 
@@ -274,18 +321,23 @@ def _compare_rows(output: Any, halves: Sequence[Any], count: int) -> tuple[bool,
         return True, False
     has_numbers, alike = False, True
     for one, *parts in zip(ones, *others, strict=True):
-        if not one.dim() or len(one) != count or any(part.shape[1:] != one.shape[1:] for part in parts):
-            has_numbers, alike = True, alike and not one.dim()
-        else:
+        # Also of several rows of each sample, as what a router says of each word.
+        if one.dim() and len(one) % count == 0 and _are_rows(one, parts):
             alike = alike and _are_equal(one, torch.cat(parts))
+        else:
+            has_numbers, alike = True, alike and not one.dim()
     return has_numbers, alike
+
+
+def _are_rows(one: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    """Tell whether parts together have the rows of a tensor."""
+    return all(part.dim() and part.shape[1:] == one.shape[1:] for part in parts) and sum(map(len, parts)) == len(one)
 
 
 def _differ_in_rows(output: Any, halves: Sequence[Any], count: int) -> bool:
     """Tell whether a model makes another thing of a sample where there are more."""
     for one, *parts in zip(tensors_of(output), *map(tensors_of, halves), strict=False):
-        is_of_samples = one.dim() and len(one) == count and all(part.shape[1:] == one.shape[1:] for part in parts)
-        if is_of_samples and sum(map(len, parts)) == count and not _are_equal(one, torch.cat(parts)):
+        if one.dim() and len(one) == count and _are_rows(one, parts) and not _are_equal(one, torch.cat(parts)):
             return True
     return False
 
