@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +18,13 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
+from everstep.checkpoint.catalog.candidates import list_candidates  # noqa: E402
 from everstep.checkpoint.catalog.selection import NoSuchStep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.restore import restorer  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from everstep.checkpoint.writer import control  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import Model, session, steps_in, train  # noqa: E402
 
@@ -49,6 +54,25 @@ def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path
         ckpt.restore(step=15, model=Model())
     with session(tmp_path / "empty") as ckpt, pytest.raises(NoSuchStep, match="there are none at all"):
         ckpt.restore(step=15, model=Model())
+
+
+def test_what_is_saved_into_a_store_that_went_back_is_newer_than_what_memory_has(tmp_path: Path) -> None:
+    model = Model()
+    ckpt = session(tmp_path, attempt=(0, 5))
+    ckpt.track(model=model)
+    train(ckpt, model, 10)
+    ckpt.wait()
+    link = control.WriterLink.connect(tmp_path / "memory")
+    os.kill(link.pid, signal.SIGKILL)
+    link.close()
+    ckpt.close(wait=False)
+    for kind in ("manifests", "attempts", "data"):  # as a backup of the first moment has them
+        shutil.rmtree(tmp_path / "store" / kind)
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(model=model).step == 10
+        train(ckpt, model, 20)
+    newest = next(iter(list_candidates(PosixStore(tmp_path / "store"))))
+    assert (newest.attempt.generation, newest.step) == (6, 20)
 
 
 def test_an_attempt_does_not_go_on_behind_what_it_has_saved_itself(tmp_path: Path) -> None:

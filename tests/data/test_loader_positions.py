@@ -124,6 +124,35 @@ def test_a_dataset_that_counts_an_epoch_twice_is_named(tmp_path: Path, caplog: p
     assert train(resumed, PER_EPOCH) == expected
 
 
+class Stateless(IterableDataset):  # type: ignore[misc]
+    """Has no state: its loader skips what was trained."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        return map(torch.tensor, range(worker.id, SIZE, worker.num_workers) if worker else range(SIZE))
+
+
+@pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 1), (2, 3)])
+def test_a_dataset_without_a_state_goes_on_as_often_as_its_run_is_killed(
+    workers: int, every: int, tmp_path: Path
+) -> None:
+    def make_stateless() -> Any:
+        return stateful_dataloader.StatefulDataLoader(
+            Stateless(), batch_size=2, num_workers=workers, snapshot_every_n_steps=every
+        )
+
+    expected = train(make_stateless(), PER_EPOCH) * 2
+    loader, found = make_stateless(), []
+    for kill, batches in enumerate((3, 0, 2, 3, 0, 1)):
+        if batches:
+            steps = iter(loader)
+            found += [next(steps).tolist() for _ in range(batches)]
+            assert len(found) != PER_EPOCH or next(steps, None) is None  # the end of the epoch is seen
+        loader, killed = make_stateless(), loader
+        save_and_resume(killed, loader, kill, tmp_path / str(kill))
+    assert found + [batch.tolist() for batch in loader] == expected
+
+
 def make_nodes(workers: int, seed: int | None = None) -> Any:
     """A loader of torchdata's nodes, which shuffles if it has a seed."""
     nodes = pytest.importorskip("torchdata.nodes")

@@ -53,6 +53,16 @@ class ShuffledByEpoch(IterableDataset):  # type: ignore[misc]
         return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)))
 
 
+class Settable(list):  # type: ignore[type-arg]
+    """A dataset that takes an epoch, for what it does to its items."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(range(size))
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
 def in_batches(kind: type) -> Any:
     return kind(DistributedSampler(range(SIZE), num_replicas=2, rank=1, seed=5), BATCH, drop_last=False)
 
@@ -127,6 +137,31 @@ def test_a_loader_goes_on_in_the_order_of_its_epoch(maker: str, trained: int, tm
     resumed = make(MAKERS[maker])
     ranks.restore(tmp_path, tmp_path / "memory", {"loader": everstep.PerRank(resumed)})
     assert seen + list(train(resumed, seen[-1][0])) == expected
+
+
+@pytest.mark.parametrize(("is_at_end", "restarts"), [(False, 2), (True, 1), (True, 2)])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_loader_goes_on_where_it_was_also_when_it_is_saved_before_its_next_batch(
+    maker: str, is_at_end: bool, restarts: int, tmp_path: Path
+) -> None:
+    loader = make(MAKERS[maker])
+    expected = list(train(make(MAKERS[maker]), 0))
+    batches = iter(loader)
+    trained = len(list(batches)) if is_at_end else len([next(batches), next(batches)])
+    for restart in range(restarts):
+        folder = tmp_path / str(restart)
+        ranks.save(PosixStore(folder), Key(Attempt(0, 1), trained), {"loader": everstep.PerRank(loader)})
+        loader = make(MAKERS[maker])
+        ranks.restore(folder, folder / "memory", {"loader": everstep.PerRank(loader)})
+    assert list(train(loader, int(is_at_end))) == expected[trained:]
+
+
+def test_a_restore_of_a_loader_that_had_not_begun_draws_no_order(tmp_path: Path) -> None:
+    loader, resumed = (make(lambda: {"dataset": Settable(SIZE), "shuffle": True}) for _ in range(2))
+    before = resumed.sampler.generator.get_state()
+    ranks.save(PosixStore(tmp_path), Key(Attempt(0, 1), 1), {"loader": everstep.PerRank(loader)})
+    ranks.restore(tmp_path, tmp_path / "memory", {"loader": everstep.PerRank(resumed)})
+    assert torch.equal(resumed.sampler.generator.get_state(), before)
 
 
 @pytest.mark.parametrize("is_saved_first", [False, True])

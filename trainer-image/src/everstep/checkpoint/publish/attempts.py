@@ -199,12 +199,12 @@ def read_identity(store: Store, attempt: Attempt) -> RunIdentity | None:
         return None
 
 
-def claim_next_attempt(store: Store) -> Attempt:
-    """Return an attempt greater than every other that has claimed, saved or committed in this store.
+def claim_next_attempt(store: Store, after: Attempt | None = None) -> Attempt:
+    """Return an attempt greater than every other that has claimed, saved or committed in this store, and than `after`.
 
     Nobody else gets it.
     """
-    greatest = _find_greatest_attempt(store)
+    greatest = max(filter(None, (_find_greatest_attempt(store), after)), default=None)
     attempt = Attempt(greatest.epoch, greatest.generation + 1) if greatest else Attempt(0, 1)
     while not store.put_if_absent(f"{ATTEMPTS}{attempt}", b""):
         attempt = Attempt(attempt.epoch, attempt.generation + 1)

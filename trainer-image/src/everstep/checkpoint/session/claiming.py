@@ -94,9 +94,8 @@ def claim_node(
 
     def claim_on_first() -> tuple[str, str, str, str]:
         learn()
-        restored = None if seen is None else seen.restored
         mark = "" if given is None else draw_mark()  # an attempt that is claimed is one start's
-        return *claim_attempt(store, given, identity, restored), secrets.token_hex(32), mark
+        return *claim_attempt(store, given, identity, seen), secrets.token_hex(32), mark
 
     machines, hosts = zip(*group.gather((attempts.identify_machine(), socket.gethostname())), strict=True)
     identity = attempts.RunIdentity(attempts.get_own_job(), tuple(dict.fromkeys(machines)))
@@ -144,7 +143,7 @@ def claim_node(
 
 
 def claim_attempt(
-    store: Store, given: Attempt | None, identity: attempts.RunIdentity, restored: Key | None
+    store: Store, given: Attempt | None, identity: attempts.RunIdentity, seen: LastSeen | None
 ) -> tuple[str, str]:
     """Claim an attempt of a store: the given one, or the next.
 
@@ -152,7 +151,8 @@ def claim_attempt(
         store: Where the run saves.
         given: The attempt that the run was given, if any.
         identity: Who the run is.
-        restored: The checkpoint that training goes on from; None where it starts over.
+        seen: What the session saw when it restored; None where it starts over. A node's memory may have a later attempt
+            than the store, which may have gone back to an earlier moment: by a backup, or a copy that lags behind.
 
     Returns:
         The attempt, and what the store is called: empty when it cannot be asked now.
@@ -164,11 +164,12 @@ def claim_attempt(
         CheckpointError: This very attempt has saved a later step than the one that training goes on from.
     """
     if given is None:
-        return str(_AGAIN(lambda: attempts.claim_next_attempt(store))), _AGAIN(lambda: attempts.run_of(store))
+        after = None if seen is None or seen.newest is None else seen.newest.attempt
+        return str(_AGAIN(lambda: attempts.claim_next_attempt(store, after))), _AGAIN(lambda: attempts.run_of(store))
     run = ""
     try:
         attempts.claim_store(store, given, identity)
-        _check_goes_on(store, given, restored)
+        _check_goes_on(store, given, None if seen is None else seen.restored)
         run = attempts.run_of(store)
     except StoreError as error:
         # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.

@@ -33,7 +33,7 @@ def warn_of_random_samplers(objects: Mapping[str, object]) -> None:
     """
     for name, each in objects.items():
         if is_loader(loader := unwrap_marked(each)):
-            parts = [part for _, part in _list_parts(loader) if not isinstance(part, Stateful)]
+            parts = [part for part in list_parts(loader) if not isinstance(part, Stateful)]
             for kind in _RANDOM:
                 if any(is_instance(part, "torch.utils.data", kind) for part in parts):
                     _log.warning(
@@ -43,6 +43,11 @@ def warn_of_random_samplers(objects: Mapping[str, object]) -> None:
                         name,
                         kind,
                     )
+
+
+def list_parts(loader: Any) -> list[object]:
+    """Return the dataset and the samplers of a loader, each once."""
+    return [part for _, part in _list_parts(loader)]
 
 
 def find_epochs(loader: Any) -> dict[str, int]:

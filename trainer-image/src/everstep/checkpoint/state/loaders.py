@@ -14,7 +14,7 @@ import torch
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state.kinds import Saved, Stateful
 from everstep.checkpoint.state.loaded import is_instance
-from everstep.checkpoint.state.loader_samplers import takes_epoch
+from everstep.checkpoint.state.loader_samplers import list_parts, takes_epoch
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -139,11 +139,45 @@ def begin_loader(loader: Any, name: str) -> None:
     if is_loader_of_nodes(loader):
         _begin_nodes(loader)
         return
+    given = loader.next_iter_state if _is_stateful_loader(loader) else None
     state = loader.state_dict()
+    if given:
+        _count_once(loader._iterator, given)
+        _take_positions(loader)
     if _misses_a_draw(loader):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if _is_stateful_loader(loader) and not loader.num_workers and loader._iterator._finished:
         _end_iteration(loader, state, name)
+
+
+def _count_once(iterator: Any, given: dict[str, Any]) -> None:
+    """Let an iterator know how many batches it has given, where it has skipped them in a dataset without a state.
+
+    torchdata's counts those that it skips once more, and a run that was resumed twice would leave as many out.
+    """
+    if "_snapshot" not in given:
+        iterator._num_yielded = given["_num_yielded"]
+        return
+    counted = iterator._num_yielded - given["_snapshot"]["_snapshot_step"] - given["_steps_since_snapshot"]
+    iterator._num_yielded -= counted
+    iterator._snapshot["_snapshot_step"] -= counted
+
+
+def _take_positions(loader: Any) -> None:
+    """Let torchdata's own DistributedSampler know where it is: it takes a position in when it is asked for an item.
+
+    Before that it would say that it is at its first one; and where an epoch was at its end, the next one would begin
+    there, and have nothing.
+    """
+    for each in list_parts(loader):
+        sampler: Any = each
+        if (
+            is_instance(each, f"{_TORCHDATA}.sampler", "StatefulDistributedSampler")
+            and sampler.next_yielded is not None
+        ):
+            sampler.yielded = sampler.next_yielded
+            if loader._iterator._finished:
+                sampler.next_yielded = None
 
 
 def begin_anew(loader: Any) -> None:

@@ -108,7 +108,7 @@ class StatefulObject:
             return
         # Without what is a state in one piece: an empty one, as that of a scaler that was disabled.
         given = {name.partition(".")[0] for name in (*saved.tensors, *saved.values) if not is_description(name)} - {""}
-        ours = {names.escape_segment(key) for key in self._inner.state_dict() if isinstance(key, str)}
+        ours = {names.escape_segment(key) for key in read_state(self._inner) if isinstance(key, str)}
         if given and ours and given.isdisjoint(ours):
             problems.append(
                 f"{self.prefix} is a {type(self._inner).__name__} here, and has no key of its state in the checkpoint "
