@@ -136,3 +136,40 @@ def test_losses_of_samples_that_cancel_each_other_are_not_taken_for_samples_that
     for other in (normalise, lambda rewards: rewards - rewards.mean()):
         with pytest.raises(PipelineError, match="the loss takes them together"):
             look(model, given, targets, partial(improve, other), microbatch=4)
+
+
+def test_a_loss_whose_terms_cancel_each_other_within_a_sample_is_not_taken_for_samples_that_meet() -> None:
+    """As of advantages that are normalised over the words of a text."""
+    random = torch.Generator().manual_seed(0)
+    tokens, rewards = torch.randint(20, (8, 6), generator=random), torch.rand(8, 5, generator=random)
+    model, loss = Words(), partial(improve, lambda advantages: advantages)
+
+    def within(output: Any, targets: Any) -> Any:
+        chosen = output[:, :-1].log_softmax(-1).gather(-1, targets["tokens"][:, 1:, None])[..., 0]
+        return -((chosen - targets["before"]).exp() * normalise(targets["rewards"])).mean()
+
+    before = torch.cat([model(each).log_softmax(-1)[:, :-1].detach() for each in tokens.split(1)])
+    targets = {"tokens": tokens, "before": before.gather(-1, tokens[:, 1:, None])[..., 0]}
+    look(model, {"tokens": tokens}, {**targets, "rewards": rewards}, within, microbatch=2)
+    known = {**targets, "rewards": normalise(rewards[:, 0].view(-1, 2)).flatten()}
+    look(model, {"tokens": tokens}, known, loss, microbatch=2, least=2)
+
+
+def test_a_small_part_of_a_loss_that_takes_samples_together_is_found_by_what_it_alone_trains() -> None:
+    """Its gradients are nothing beside those of the rest."""
+
+    class Both(Twins):
+        def __init__(self) -> None:
+            super().__init__(compares=False)
+            self.large = nn.Linear(6, 1)
+            nn.init.zeros_(self.large.weight)
+            nn.init.zeros_(self.large.bias)
+
+        def forward(self, left: Any, right: Any) -> Any:
+            return super().forward(left, right), self.large(left)
+
+    def both(output: Any, targets: Any) -> Any:
+        return 1e-2 * info_nce(output[0], targets) + 1e2 * output[1].mean()
+
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        look(Both(), twins(), torch.arange(16), both)

@@ -99,12 +99,18 @@ def sentences(samples: int = 16) -> tuple[Any, Any]:
 
 
 def look(
-    model: nn.Module, inputs: dict[str, Any], targets: Any, loss: Any, weight: Any = None, microbatch: int = 0
+    model: nn.Module,
+    inputs: dict[str, Any],
+    targets: Any,
+    loss: Any,
+    weight: Any = None,
+    microbatch: int = 0,
+    least: int = 1,
 ) -> None:
     before = {name: each.clone() for name, each in model.state_dict().items()}
     state = torch.get_rng_state()
     try:
-        check_samples(model, trace_model(model, inputs), inputs, targets, loss, weight, frozenset(), microbatch)
+        check_samples(model, trace_model(model, inputs), inputs, targets, loss, weight, frozenset(), microbatch, least)
     finally:
         assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,13 +85,12 @@ def find_difference(
         made = _run_parts(run, some, count, parts, unsplit_inputs)
         has_numbers, alike = _compare_rows(output, [each for each, _, _ in made], count)
         one, other, difference = _compute_mean_losses(at_once, [part for _, part, _ in made])
-        slopes, allowed = _compare_gradients(at_once, slope, made, combine)
+        slopes = _compare_gradients(at_once, slope, made, combine)
         bound = _OF_NUMBERS if has_numbers and alike else 0.0
-        differs = difference > max(bound, _OF_SAMPLES, rounding) and not (
-            parts < count // least and _cancel(run, some, count, unsplit_inputs, (one, other), least)
-        )
-        if differs or slopes > max(bound, allowed):
-            return SampleDifference(count, parts, one, other, slopes, alike and not has_numbers)
+        # Where each gradient is the same, so is what is trained: of terms that cancel each other only rounding is left.
+        differs = difference > max(bound, _OF_SAMPLES, rounding) and not slopes.are_same
+        if differs or slopes.apart > max(bound, slopes.allowed):
+            return SampleDifference(count, parts, one, other, slopes.apart, alike and not has_numbers)
     return None
 
 
@@ -192,8 +191,8 @@ def _is_repeated(
     again: Ran, at_once: LossPart, slope: Gradients, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> bool:
     # Where a last layer begins with zeros, only gradients show that numbers are drawn in front of it.
-    slopes, allowed = _compare_gradients(at_once, slope, [again], combine)
-    return _are_repeated(again[1], at_once) and not slopes > allowed / 10
+    slopes = _compare_gradients(at_once, slope, [again], combine)
+    return _are_repeated(again[1], at_once) and not slopes.apart > slopes.allowed / 10
 
 
 def _are_repeated(one: LossPart, other: LossPart) -> bool:
@@ -214,28 +213,43 @@ def differentiate(part: LossPart, sources: Sequence[torch.Tensor]) -> Gradients:
         return []
 
 
+class _GradientDifference(NamedTuple):
+    """How far gradients are apart and how far rounding may bring them, relative to the norm of all; 0 where there are
+    none."""
+
+    apart: float = 0.0
+    allowed: float = 0.0
+    are_same: bool = False  # those of each tensor, relative to its own norm
+
+
 def _compare_gradients(
     at_once: LossPart,
     slope: Gradients,
     made: Sequence[Ran],
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-) -> tuple[float, float]:
-    """Return how far the gradients of the mean loss are apart, and how far rounding may bring them, by their norm."""
+) -> _GradientDifference:
+    """Compare the gradients of the mean loss with those of the parts' mean."""
     total = sum(float(part.count) for _, part, _ in made)
     if not total or not float(at_once.count) or any(len(each) != len(slope) for _, _, each in made):
-        return 0.0, 0.0
-    apart, norm, allowed = 0.0, 0.0, 0.0
+        return _GradientDifference()
+    compared, are_known = list[tuple[float, float, float]](), True
     for one, *parts in zip(slope, *(each for _, _, each in made), strict=True):
         given = [each for each in parts if each is not None]  # None of an expert without words
         if one is None or not given:
+            are_known = are_known and one is None and not given
             continue
         wanted, found = one / float(at_once.count), combine(given) / total
         if wanted.shape != found.shape:
+            are_known = False
             continue
-        apart += float((wanted - found).abs().double().square().sum())
-        norm += float(wanted.abs().double().square().sum())
-        allowed = max(allowed, _OF_GRADIENTS.get(one.dtype, _OF_NARROW))
-    return (apart / norm) ** 0.5 if norm else 0.0, allowed
+        apart, norm = (float(each.abs().double().square().sum()) for each in (wanted - found, wanted))
+        compared.append((apart, norm, _OF_GRADIENTS.get(one.dtype, _OF_NARROW)))
+    apart, norm = (math.fsum(each[place] for each in compared) for place in (0, 1))
+    if not norm:
+        return _GradientDifference()
+    # A part of a loss that learns little is seen in the gradients of what it alone trains.
+    are_same = all(each <= (of / 10) ** 2 * own + (of / 1e4) ** 2 * norm for each, own, of in compared)
+    return _GradientDifference(math.sqrt(apart / norm), max(of for *_, of in compared), are_known and are_same)
 
 
 def vary_tensors(tensors: Sequence[torch.Tensor]) -> None:
