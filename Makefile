@@ -62,7 +62,7 @@ test-integration: venv ## the operator against a real API server, checkpoints on
 test-e2e: venv ## real pods on a real cluster, brought up if there is none
 	$(RUN) pytest e2e/scenarios tests -m "e2e and not chaos" -q
 
-test-chaos: venv venv-torch ## long random sweeps
+test-chaos: venv venv-torch ## long sweeps, random or of all cases
 	$(RUN) pytest tests -m "hypothesis and $(NARROW)" --hypothesis-profile=long --timeout 1200 -n $(WORKERS) -q
 	$(RUN) pytest e2e/scenarios tests -m "chaos and not torch" -q
 	$(RUN_TORCH) pytest tests -m "chaos and torch and not gpu" -n $(WORKERS) -q

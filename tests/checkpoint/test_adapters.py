@@ -26,6 +26,7 @@ from everstep.checkpoint.retention.pruning import prune_by_hand  # noqa: E402
 from everstep.checkpoint.save.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.long_sweeps import only_in_long_sweeps  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -115,8 +116,14 @@ def lightning(rank: int, store: Path, output: Path, kill: int | None = None) -> 
     return weights(model), killed.steps
 
 
-@pytest.mark.parametrize("framework", [hugging_face, lightning])
-@pytest.mark.parametrize("local", ["torn", "gone"])
+@pytest.mark.parametrize(
+    ("framework", "local"),
+    [
+        (hugging_face, "gone"),
+        (lightning, "torn"),
+        *only_in_long_sweeps((hugging_face, "torn"), (lightning, "gone")),
+    ],
+)
 def test_a_killed_run_goes_on_bit_for_bit(framework: Any, local: str, tmp_path: Path) -> None:
     straight, _ = ranks.run(1, framework, tmp_path / "straight", tmp_path / "out-straight")[0]
     ranks.run(1, framework, tmp_path / "store", tmp_path / "out", KILLED, dies=[0])

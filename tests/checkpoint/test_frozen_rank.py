@@ -14,6 +14,7 @@ from everstep.checkpoint.errors import CheckpointError
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session
 from tests.checkpoint.writers import until
+from tests.long_sweeps import only_in_long_sweeps
 
 pytestmark = pytest.mark.torch
 
@@ -48,10 +49,7 @@ def stops_before(rank: int, folder: Path, call: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["checkpointer", "second save", *(pytest.param(each, marks=pytest.mark.chaos) for each in ("track", "save"))],
-)
+@pytest.mark.parametrize("call", ["checkpointer", "second save", *only_in_long_sweeps("track", "save")])
 def test_rank_0_that_is_stopped_is_named_by_the_others(call: str, folder: Path) -> None:
     """Before, they waited for ever where they asked its store for something."""
     _, told = run(2, stops_before, folder, call)

@@ -47,6 +47,7 @@ def test_the_tests_for_gpus_pass_on_a_processor(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.chaos
 def test_the_benchmark_for_gpus_measures_all_rows_on_a_processor(tmp_path: Path) -> None:
     run_module(tmp_path, "benchmarks.gpu", "--device", "cpu", "--size", "1000000", "--folder", str(tmp_path / "stores"))
     rows = json.loads((tmp_path / "build" / "bench" / "gpu.json").read_text())

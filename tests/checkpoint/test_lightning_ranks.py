@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.test_adapters import KILLED, SAVED, STEPS, kill_when_stored, weights  # noqa: E402
+from tests.long_sweeps import only_in_long_sweeps  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -76,7 +77,7 @@ def train(rank: int, kind: str, store: Path, output: Path, kill: int | None = No
     return weights(model), watch.samples
 
 
-@pytest.mark.parametrize("kind", [pytest.param("StatefulDistributedSampler", marks=pytest.mark.chaos), "Sampler"])
+@pytest.mark.parametrize("kind", ["Sampler", *only_in_long_sweeps("StatefulDistributedSampler")])
 def test_each_rank_goes_on_with_the_samples_that_come_next(kind: str, tmp_path: Path) -> None:
     straight = ranks.run(2, train, kind, tmp_path / "straight", tmp_path / "out-straight")
     ranks.run(2, train, kind, tmp_path / "store", tmp_path / "out", KILLED, dies=[0, 1])

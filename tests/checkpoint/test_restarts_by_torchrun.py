@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.checkpoint.restarted_training import EVERY
+from tests.long_sweeps import only_in_long_sweeps
 
 pytestmark = pytest.mark.torch
 
@@ -76,12 +77,7 @@ def check_same(straight: dict[str, list[dict[str, Any]]], other: dict[str, list[
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [
-        ("fsdp", 3),
-        pytest.param("ddp", 2, marks=pytest.mark.chaos),
-        pytest.param("ddp", 3, marks=pytest.mark.chaos),
-        pytest.param("fsdp", 2, marks=pytest.mark.chaos),
-    ],
+    [("fsdp", 3), *only_in_long_sweeps(("ddp", 2), ("ddp", 3), ("fsdp", 2))],
 )
 def test_a_run_whose_ranks_are_killed_three_times_ends_as_the_undisturbed_one(
     kind: str, world: int, tmp_path: Path

@@ -10,13 +10,12 @@ pytest.importorskip("torch")
 
 from tests.checkpoint import ranks
 from tests.checkpoint.text_training import BATCH, train, train_and_die
+from tests.long_sweeps import only_in_long_sweeps
 
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.parametrize(
-    ("kind", "tier"), [("ddp", "memory"), ("fsdp", "store")], ids=["ddp-same-node", "fsdp-another-node"]
-)
+@pytest.mark.parametrize(("kind", "tier"), [("fsdp", "store"), *only_in_long_sweeps(("ddp", "memory"))])
 def test_a_killed_training_goes_on_bit_for_bit(kind: str, tier: str, tmp_path: Path) -> None:
     straight = ranks.run(2, train, tmp_path / "straight", tmp_path / "memory-straight", kind, 100)
     ranks.run(2, train_and_die, tmp_path / "store", tmp_path / "memory", kind, dies=[0, 1])
@@ -29,7 +28,7 @@ def test_a_killed_training_goes_on_bit_for_bit(kind: str, tier: str, tmp_path: P
         assert (one["state"], one["draws"]) == (other["state"], other["draws"])
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [4, *only_in_long_sweeps(1)])
 def test_another_number_of_ranks_keeps_the_sequence_of_samples(world: int, tmp_path: Path) -> None:
     straight = ranks.run(1, train, tmp_path / "straight", tmp_path / "memory-straight", "plain", 60)[0]["seen"]
     ranks.run(2, train_and_die, tmp_path / "store", tmp_path / "memory", "ddp", dies=[0, 1])

@@ -144,6 +144,7 @@ def test_what_was_saved_last_is_stored_though_the_session_was_left_open(start: S
     assert [key.step for key in list_candidates(stored)] == [7]
 
 
+@pytest.mark.chaos
 def test_what_memory_has_lost_comes_from_the_store(start: Start) -> None:
     process = start()
     rank = wait_for_step(process, 0, 40)

@@ -21,6 +21,7 @@ from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
+from tests.long_sweeps import only_in_long_sweeps  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -87,7 +88,7 @@ def save_and_resume(loader: Any, resumed: Any, step: int, folder: Path) -> None:
     ranks.restore(folder, folder / "memory", {"loader": everstep.PerRank(resumed)})
 
 
-@pytest.mark.parametrize("step", [1, 7, 8, 10, 15, 16])
+@pytest.mark.parametrize("step", [7, 8, 15, *only_in_long_sweeps(1, 10, 16)])
 @pytest.mark.parametrize(("workers", "is_persistent"), [(0, False), (1, True), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", [InGenerator, AtItsEnd])
 def test_no_batch_is_lost_or_repeated(

@@ -21,6 +21,7 @@ from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from everstep.data import Sampler  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
+from tests.long_sweeps import only_in_long_sweeps  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -141,9 +142,22 @@ def test_a_stateful_loader_goes_on_with_the_state_of_its_workers(workers: int, t
     assert first + trained(loader, 5) == expected
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    "kind", ["sampler", "stateful", "stateful-with-sampler", "stateful-with-generator", "stateful-with-both"]
+    ("kind", "workers"),
+    [
+        ("sampler", 0),
+        ("stateful", 0),
+        ("stateful-with-sampler", 2),
+        ("stateful-with-generator", 0),
+        ("stateful-with-both", 2),
+        *only_in_long_sweeps(
+            ("sampler", 2),
+            ("stateful", 2),
+            ("stateful-with-sampler", 0),
+            ("stateful-with-generator", 2),
+            ("stateful-with-both", 0),
+        ),
+    ],
 )
 def test_a_run_that_is_killed_within_an_epoch_goes_on_bit_for_bit(kind: str, workers: int, tmp_path: Path) -> None:
     if kind != "sampler":

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from everstep import agent_zip
 from everstep.agent.wire.auth import job_token
 from everstep_operator.app import Operator
@@ -22,6 +20,7 @@ from everstep_operator.cluster.client import Client, load_credentials
 from everstep_operator.plan.observation import parse_pod
 from everstep_operator.settings import OperatorSettings
 from tests.integration.world import FakeLeader, World
+from tests.long_sweeps import only_in_long_sweeps
 
 KEY = bytes(range(32))
 WRITES = ("POST", "PATCH", "PUT", "DELETE")
@@ -29,7 +28,7 @@ _STARTING = (errors.ServerError, errors.TooManyRequests, errors.NotAuthorized)  
 
 Fault = Callable[[int, str, str], str | None]
 # Who dies before a write has died after the one before it, but for what it read in between: a sweep of `test-chaos`.
-DEATHS = (pytest.param("die", marks=pytest.mark.chaos), "die after")
+DEATHS = (*only_in_long_sweeps("die"), "die after")
 
 
 class InjectedClient(Client):

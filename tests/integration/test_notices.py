@@ -9,8 +9,9 @@ import pytest
 
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster.resources import CONFIG_MAPS, EVENTS, JOBS, PODS, SECRETS, SERVICES
-from tests.integration.inprocess import DEATHS, Fault, InjectedClient, Simulation, operator
+from tests.integration.inprocess import Fault, InjectedClient, Simulation, operator
 from tests.integration.world import World, until
+from tests.long_sweeps import only_in_long_sweeps
 
 SPOT = "aws-node-termination-handler/spot-itn"
 MOST_WRITES = 30
@@ -120,8 +121,14 @@ def at_write(number: int, how: str) -> Fault:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("how", [*DEATHS, "lose"])
+@pytest.mark.parametrize(
+    ("how", "index"),
+    [
+        ("die after", 0),
+        ("lose", 1),
+        *only_in_long_sweeps(("die after", 1), ("lose", 0), ("die", 0), ("die", 1)),
+    ],
+)
 async def test_an_operator_that_dies_or_hears_nothing_at_any_write_of_the_way_comes_to_the_same_end(
     control_plane: ControlPlane, still_world: World, how: str, index: int
 ) -> None:

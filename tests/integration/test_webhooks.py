@@ -12,11 +12,12 @@ from everstep_operator.cluster.resources import PODS
 from tests.integration.inprocess import Simulation, operator
 from tests.integration.webhooks import MUTATING, VALIDATING, Review, Webhook, allow
 from tests.integration.world import World, until
+from tests.long_sweeps import only_in_long_sweeps
 
 LIMITS = {"pending": "5s", "startup": "5s"}
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, *only_in_long_sweeps(1)])
 async def test_a_webhook_that_never_answers_ends_no_job_that_has_run(
     control_plane: ControlPlane, still_world: World, index: int
 ) -> None:

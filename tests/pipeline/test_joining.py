@@ -23,6 +23,7 @@ from everstep.pipeline.engine.zero import ShardedOptimizer  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.schedules import parse_schedule  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.long_sweeps import only_in_long_sweeps  # noqa: E402
 from tests.pipeline.grouping import group_options  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
 
@@ -292,7 +293,7 @@ def _dies_while_all_meet(rank: int, where: str) -> tuple[int, str, float]:
     return caught.value.ranks[0], caught.value.why, time.monotonic() - began
 
 
-@pytest.mark.parametrize("where", ["before", "group", "connection", "ring"])
+@pytest.mark.parametrize("where", ["group", "connection", "ring", *only_in_long_sweeps("before")])
 def test_a_process_that_dies_before_there_are_heartbeats_is_named_in_time(where: str) -> None:
     first, _, *others = ranks.run(4, _dies_while_all_meet, where, dies=[1])
     for named, why, took in (first, *others):

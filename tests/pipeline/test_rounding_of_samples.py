@@ -15,6 +15,7 @@ from torch.nn import functional as f  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.meeting_samples import FirstLook  # noqa: E402
+from tests.long_sweeps import only_in_long_sweeps  # noqa: E402
 from tests.pipeline.test_samples_meet import Twins, info_nce, look, twins  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -66,7 +67,7 @@ DISTILLING: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("loss", DISTILLING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, *only_in_long_sweeps(torch.float64)])
 def test_rounding_between_a_model_and_its_copy_is_not_taken_for_samples_that_meet(loss: Any, dtype: Any) -> None:
     model, targets = Pupil(is_centred=False).to(dtype), torch.arange(16)
     for seed in range(4):
