@@ -24,9 +24,6 @@ def partly_placed() -> World:
     for _ in range(3):
         world.tick()
         world.reconcile()
-    for name, pod in world.pods.items():
-        if not pod.scheduled:
-            world.pods[name] = dataclasses.replace(pod, unschedulable="0/2 nodes are available")
     assert world.phase == "Scheduling"
     return world
 
@@ -39,6 +36,22 @@ def test_a_stalled_set_is_given_back_as_a_whole() -> None:
     assert world.status.transitions[-1].reason == "GangReleased"
     (action,) = [a for a in made.actions if isinstance(a, DeletePods)]
     assert len(action.pods) == 4
+
+
+def test_pods_to_which_the_scheduler_has_not_come_yet_are_not_given_back() -> None:
+    """Behind ten thousand others they wait for minutes, and who gives nodes back then waits for as long again."""
+    world = partly_placed()
+    untried = {name: pod for name, pod in world.pods.items() if not pod.scheduled}
+    world.pods |= {name: dataclasses.replace(pod, unschedulable="") for name, pod in untried.items()}
+    end = world.now + gang.UNTRIED_SECONDS
+    while world.now < end:
+        looked_again = world.reconcile().requeue_at
+        assert world.phase == "Scheduling"
+        assert looked_again is not None
+        world.now = looked_again
+    world.now = end + gang.STALL_SECONDS
+    world.reconcile()
+    assert world.phase == "Pending", "no scheduler ever comes to them"
 
 
 def test_nodes_that_are_being_made_are_waited_for_and_asked_about_only_before_a_release() -> None:

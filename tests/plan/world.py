@@ -83,7 +83,7 @@ class World:
         self.settings = PlanSettings()
         self.events: list[JobEvent] = []
         self.statuses: list[TrainingJobStatus] = []
-        self.broken = 0  # generations that ended early
+        self.broken, self.led = 0, 0  # generations that ended early; the highest epoch that ever had a pod 0
         self.requests, self.checkpoint, self.asked_for_room, self._uids = 0, 0, 0, 0
         self.last: JobPlan | None = None
         self.written_at: float | None = None
@@ -95,14 +95,12 @@ class World:
         self.saves_in: float | None = 2.0  # seconds from a request to its commit; None: ranks do not save
         self.asked_for: list[tuple[str, float | None]] = []  # requests that reached a leader
         self.reported: ReportedCheckpoint | None = None  # by the leader
-        self.led = 0  # the highest epoch that ever had a pod 0
 
     # --- the operator
 
     def observe(self, *, pods: dict[str, PodView] | None = None, rejection: Rejection | None = None) -> Observation:
-        template = self.job.status.template
         seen = self.pods if pods is None else pods
-        frozen = find_frozen_template(self.job, self.config_maps, self.settings) if template else None
+        frozen = find_frozen_template(self.job, self.config_maps, self.settings) if self.job.status.template else None
         return Observation(
             job=self.job,
             pods=tuple(seen.values()),
@@ -267,6 +265,8 @@ class World:
                     node += "-new"
                 self.pods[name] = dataclasses.replace(pod, scheduled_at=self.now, node=node)
                 taken += 1
+            elif pod.live and not pod.scheduled:
+                self.pods[name] = dataclasses.replace(pod, unschedulable=pod.unschedulable or "0/9 nodes are available")
 
     def start(self) -> None:
         """The kubelets: bound pods get an address and a running container."""

@@ -48,6 +48,7 @@ STALL_SECONDS_RECOVERING = (
 )
 PATIENCE_BLOCKED = 90.0  # of the oldest: a younger gang gives back after 30 s, and 30 s later a quota is tried again
 STALL_SECONDS_ALONE = 600.0  # nobody of ours is waiting for these nodes; as long as node autoscalers take to give up
+UNTRIED_SECONDS = 600.0  # for so long a gang whose pods the scheduler has not tried yet is not stalled
 SCALE_UP_SECONDS = 600.0  # for so long after an autoscaler promised a node, a gang is not stalled
 BACKOFF_SECONDS = 300.0
 BACKOFF_SECONDS_ALONE = 60.0

@@ -190,6 +190,9 @@ def _judge_hold(s: PlanContext) -> gang.GangVerdict:
     grew_at = max((p.scheduled_at or 0.0 for p in s.live if p.scheduled), default=0.0)
     # Pods that came later than the last bound one have not had their chance yet.
     grew_at = max([grew_at, *(p.created for p in waiting)])
+    if any(not p.unschedulable for p in waiting):
+        # Nor have those to which the scheduler has not come, behind ten thousand others; unless it never does.
+        grew_at = max(grew_at, min(s.now, grew_at + gang.UNTRIED_SECONDS))
     return gang.judge_hold(
         _view_own_gang(s), s.observed.gangs, grew_at=grew_at, scale_up_at=s.observed.scale_up_at, now=s.now
     )

@@ -214,8 +214,8 @@ def differentiate(part: LossPart, sources: Sequence[torch.Tensor]) -> Gradients:
 
 
 class _GradientDifference(NamedTuple):
-    """How far gradients are apart and how far rounding may bring them, relative to the norm of all; 0 where there are
-    none."""
+    """The distance of gradients, and that to which rounding may bring them, relative to the norm of all; 0 where there
+    are none."""
 
     apart: float = 0.0
     allowed: float = 0.0
