@@ -170,7 +170,7 @@ def test_a_small_part_of_a_loss_that_takes_samples_together_is_found_by_what_it_
             return super().forward(left, right), self.large(left)
 
     def both(output: Any, targets: Any) -> Any:
-        return 1e-2 * info_nce(output[0], targets) + 1e2 * output[1].mean()
+        return 1e-2 * info_nce(output[0], targets) + 1e3 * output[1].mean()
 
     with pytest.raises(PipelineError, match="the loss takes them together"):
         look(Both(), twins(), torch.arange(16), both)

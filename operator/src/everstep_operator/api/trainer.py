@@ -61,9 +61,9 @@ class TrainerResources(ApiModel):
     """Resources of the trainer container of each pod."""
 
     requests: ResourceList = Field(default_factory=dict)
-    """What each pod reserves."""
+    """Each pod reserves these amounts."""
     limits: ResourceList = Field(default_factory=dict)
-    """What each pod may use at most; GPUs are asked for here, or by `claims`."""
+    """Each pod may use these amounts at most. GPUs are asked for here, or by `claims`."""
     claims: Annotated[list[ClaimReference], Field(max_length=32), ListMap("name", lambda claim: claim.name)] = Field(
         default_factory=list
     )
