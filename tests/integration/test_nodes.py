@@ -232,6 +232,7 @@ async def partly_placed(world: World, made: Operator) -> dict[str, Any]:
     await world.submit("digits", numNodes=2)
     first, second = await world.until_pods("digits", 2)
     await world.bind(first)
+    await world.find_no_node(second)
     await world.until_phase("digits", "Scheduling")
     made.reconciler.clock = lambda: time.time() + LATER
     return second
@@ -318,9 +319,12 @@ class SmallCluster:
         live = {job: [p for p in found if "deletionTimestamp" not in p["metadata"]] for job, found in pods.items()}
         bound = {job: [p for p in found if p["spec"].get("nodeName")] for job, found in live.items()}
         free = sorted(set(self.nodes) - {p["spec"]["nodeName"] for found in bound.values() for p in found})
-        for pod in [pod for found in live.values() for pod in found if not pod["spec"].get("nodeName")][: len(free)]:
+        for pod in [pod for found in live.values() for pod in found if not pod["spec"].get("nodeName")]:
             with contextlib.suppress(errors.NotFound, errors.Conflict):
-                await self.world.bind(pod, free.pop())
+                if free:
+                    await self.world.bind(pod, free.pop())
+                elif not pod["status"].get("conditions"):
+                    await self.world.find_no_node(pod)
         return {job: len(found) for job, found in bound.items()}
 
 

@@ -197,6 +197,11 @@ class World:
             "create", "x", "POST", f"{PODS.path(self.namespace, name)}/binding", (), body, "application/json"
         )
 
+    async def find_no_node(self, pod: Mapping[str, Any]) -> None:
+        """The scheduler has tried the pod, in vain."""
+        word = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node has room"}
+        await self._status(pod, conditions=[word])
+
     async def run(self, pod: Mapping[str, Any], node: str = "n1") -> None:
         """Bound, image pulled, container started."""
         if not pod["spec"].get("nodeName"):
