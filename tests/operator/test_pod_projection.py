@@ -33,6 +33,7 @@ POD: dict[str, Any] = {
     },
     "spec": {
         "nodeName": "n1", "hostname": "algo-2", "tolerations": [{"operator": "Exists"}],
+        "schedulingGates": [{"name": "kueue.x-k8s.io/admission"}],
         "affinity": {"nodeAffinity": REQUIRED, "podAntiAffinity": {}},
         "containers": [
             {"name": "trainer", "image": "i", "command": ["run"], "env": [{"name": "EVERSTEP_EPOCH", "value": "2"}]},

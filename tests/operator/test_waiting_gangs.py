@@ -77,6 +77,25 @@ def test_who_waits_hears_that_another_waits_for_a_quota_now_and_not_for_nodes() 
     assert woken == [("other", "two")]
 
 
+def test_who_waits_hears_that_a_queue_has_let_another_go() -> None:
+    """It is a rival from then on."""
+    woken: list[Any] = []
+    gangs = WaitingGangs(woken.append)
+    one = GangView("default/one", "a", 1.0, frozenset(), wanted=4, gated=True)
+    gangs.update(("default", "one"), one)
+    gangs.update(("other", "two"), GangView("other/two", "b", 2.0, frozenset(), wanted=4, scheduled=2))
+    woken.clear()
+    gangs.update(("default", "one"), dataclasses.replace(one, gated=False))
+    assert woken == [("other", "two")]
+
+
+def test_a_job_is_seen_as_one_whose_pods_a_queue_keeps_while_it_keeps_one() -> None:
+    world = World(job().nodes(2).build(), capacity=0).run("Scheduling")
+    pods = [dataclasses.replace(pod, gated=True) for pod in world.pods.values()]
+    views = [view_waiting_gang(world.job, each) for each in (pods, world.pods.values())]
+    assert [view is not None and view.gated for view in views] == [True, False]
+
+
 def test_places_are_counted_anew_when_nodes_change_and_not_when_they_beat() -> None:
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     client: Any = None

@@ -94,6 +94,15 @@ def test_another_pool_is_another_queue() -> None:
     assert hold(young, dataclasses.replace(elsewhere, pools=frozenset()), grew_at=900), "no pool: the whole cluster"
 
 
+def test_nobody_gives_way_to_one_that_a_queue_keeps_from_the_scheduler() -> None:
+    """It may be kept for days, and wants no node before."""
+    queued, young = view("old", 0, gated=True), view("young", 1, scheduled=2)
+    assert not hold(young, queued, grew_at=900)
+    assert gang.judge_retry(view("young", 1, released_at=900), [queued], now=1000) == gang.GangVerdict()
+    assert hold(young, dataclasses.replace(queued, scheduled=1), grew_at=900), "it holds a node"
+    assert hold(dataclasses.replace(young, gated=True), queued, grew_at=900), "what it holds, the older is queued for"
+
+
 def test_alone_it_gives_back_late() -> None:
     assert not hold(view("me", 0, scheduled=2), now=gang.STALL_SECONDS_ALONE - 1)
     assert hold(view("me", 0, scheduled=2), now=gang.STALL_SECONDS_ALONE)
@@ -120,6 +129,7 @@ _gangs = st.builds(
     places=st.none() | st.integers(0, 6),
     blocked=st.booleans(),
     quota=st.sampled_from(["", "default"]),
+    gated=st.booleans(),
 )
 
 

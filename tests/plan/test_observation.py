@@ -190,6 +190,19 @@ def test_waiting_and_unschedulable_say_why() -> None:
     assert not parse_pod(pod).scheduled
 
 
+def test_a_pod_whose_gates_are_gone_waits_for_the_scheduler_though_its_condition_still_tells_of_gates() -> None:
+    """The API server sets the condition when the pod is made, and nobody changes it before the scheduler."""
+    pod = raw(state={"waiting": {}})
+    said = {"reason": "SchedulingGated", "message": "Scheduling is blocked due to non-empty scheduling gates"}
+    pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", **said}]
+    pod["spec"] = {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
+    assert (parse_pod(pod).gated, parse_pod(pod).unschedulable) == (True, said["message"])
+    pod["spec"] = {}
+    assert (parse_pod(pod).gated, parse_pod(pod).unschedulable) == (False, "")
+    pod["status"]["conditions"][0] |= {"reason": "Unschedulable", "message": "0/3 nodes"}
+    assert (parse_pod(pod).gated, parse_pod(pod).unschedulable) == (False, "0/3 nodes")
+
+
 def test_an_agents_last_word_is_read_and_a_programs_is_not() -> None:
     word = {"result": "failed", "epoch": 2, "generation": 3, "rank": 1, "exitCode": 7, "message": "m", "logTail": ["a"]}
     assert parse_termination_message(json.dumps(word)) == TerminationMessage("failed", 2, 3, 1, 7, "m", ("a",))

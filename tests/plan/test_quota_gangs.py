@@ -94,6 +94,17 @@ def test_of_two_that_each_hold_half_of_a_quota_the_younger_gives_back(capacity: 
         assert older.phase == "Running"
 
 
+def test_pods_to_which_the_scheduler_has_not_come_hold_a_quota_no_longer_than_others() -> None:
+    namespace = Namespace(4, 4, 4)
+    for world in namespace.worlds:
+        world.bind = lambda: None  # type: ignore[method-assign]
+    namespace.halve()
+    for _ in range(120):
+        namespace.step()
+    older, younger = namespace.worlds
+    assert (len(older.pods), len(younger.pods)) == (4, 0)
+
+
 def test_the_younger_runs_when_the_older_is_done() -> None:
     namespace = Namespace(4, 4, 4)
     namespace.halve()

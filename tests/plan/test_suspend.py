@@ -229,14 +229,29 @@ def test_another_order_of_containers_or_volumes_is_no_change() -> None:
     template = world.status.template
     assert template is not None
     spec = job().nodes(2).pod(**over).build().spec
-    for known in (template.spec_hash, spec.legacy_pods_hash()):
+    for generation, known in enumerate((template.spec_hash, spec.legacy_pods_hash()), 2):
         status = world.status.model_copy(update={"template": template.model_copy(update={"spec_hash": known})})
-        world.job = job().nodes(2).pod(**over).build().model_copy(update={"status": status})
+        world.job = job().nodes(2).pod(**over).meta(generation=generation).build().model_copy(update={"status": status})
         assert world.reconcile().actions == (), "as an operator of this or the former version has left it"
     status = world.status.model_copy(update={"template": template})
-    world.job = job().nodes(2).pod(**turned).build().model_copy(update={"status": status})
+    world.job = job().nodes(2).pod(**turned).meta(generation=4).build().model_copy(update={"status": status})
     assert world.reconcile().actions == ()
     assert world.phase == "Running"
+
+
+def test_another_order_of_claims_is_no_change() -> None:
+    """The API server takes it for none, and lets it through while the job runs."""
+    claims = [{"name": "gpus"}, {"name": "nics", "request": "fast"}]
+
+    def build(*given: dict[str, str]) -> TrainingJob:
+        return job().nodes(2).spec(resources={"claims": [*given]}).meta(generation=2).build()
+
+    world = World(job().nodes(2).spec(resources={"claims": claims}).build()).run("Running")
+    world.job = build(*claims[::-1]).model_copy(update={"status": world.status})
+    world.reconcile()
+    assert world.phase == "Running"
+    assert not any(pod.deleting for pod in world.pods.values())
+    assert build(claims[0]).spec.pods_hash() != build(*claims).spec.pods_hash()
 
 
 @pytest.mark.parametrize("edited", [False, True])

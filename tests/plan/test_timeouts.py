@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from everstep_operator.api.status import ConditionType
+from everstep_operator.plan import make_plan
 from everstep_operator.plan.actions import CreatePods, DryRun, StopLeader
 from everstep_operator.plan.rejection import Rejection
 from tests.builders import job
@@ -38,6 +39,18 @@ def test_a_scheduler_that_says_nothing_for_a_minute_is_named(fields: dict[str, s
     world.reconcile()
     assert "no scheduler has said anything of digits-0" in world.status.conditions[0].message
     assert named in world.status.conditions[0].message
+
+
+def test_a_scheduler_has_a_minute_from_when_a_queue_has_let_a_pod_go() -> None:
+    world = World(job().nodes(2).build(), capacity=0)
+    world.run("Scheduling")
+    world.now += 3600
+    let_go_at = world.now
+    for seconds in (0, 59, 60):
+        world.now = let_go_at + seconds
+        made = make_plan(replace(world.observe(), gated_at=let_go_at), world.now)
+        assert made.status is not None
+        assert ("no scheduler has said anything" in made.status.conditions[0].message) is (seconds == 60)
 
 
 def test_pending_starts_anew_after_a_resume() -> None:

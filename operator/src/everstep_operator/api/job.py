@@ -159,7 +159,7 @@ _FIXED_FIELDS = (
     "restart.onExitCodes", "timeouts.hang", "securityProfile", "podTemplate",
 )  # fmt: skip
 """What the pods are built from. The rest is judged by the operator at every moment and may change at any."""
-_IN_ANY_ORDER = frozenset({"containers", "volumes"})
+_IN_ANY_ORDER = ("podTemplate.spec.containers", "podTemplate.spec.volumes", "resources.claims")
 _PASSED_THROUGH = frozenset({"env", "checkpoint", "podTemplate"})  # with fields of pods that the schema may not declare
 _ALWAYS_THERE = (
     "image",
@@ -339,10 +339,13 @@ class TrainingJobSpec(ApiModel):
     def _pods_hash(self) -> str:  # a spec never changes, and each look at its job asks for this
         said = self._explicit_fields()
         # The API server takes these lists for the same in any order, and so is nobody told of another one.
-        over = said.get("podTemplate", {}).get("spec", {})
-        for kind in _IN_ANY_ORDER & over.keys():
-            if isinstance(over[kind], list):
-                over[kind] = sorted(over[kind], key=lambda item: str(item.get("name")))
+        for path in _IN_ANY_ORDER:
+            *groups, kind = path.split(".")
+            fields = said
+            for group in groups:
+                fields = fields.get(group, {})
+            if isinstance(fields.get(kind), list):
+                fields[kind] = sorted(fields[kind], key=lambda item: str(item.get("name")))
         return self._hash_fields(said)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:

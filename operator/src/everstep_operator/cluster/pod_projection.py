@@ -46,6 +46,7 @@ class ProjectedAffinity(msgspec.Struct, gc=False):
 
 class ProjectedSpec(msgspec.Struct, gc=False):
     nodeName: Any = UNSET
+    schedulingGates: Any = UNSET
     affinity: ProjectedAffinity | UnsetType | None = UNSET
     containers: list[ProjectedContainer] | UnsetType | None = UNSET
     volumes: list[ProjectedVolume] | UnsetType | None = UNSET

@@ -23,9 +23,9 @@ def view_waiting_gang(job: TrainingJob, pods: Iterable[PodView], places: int | N
     return view if view is not None and view.scheduled < view.wanted else None
 
 
-def _find_queue_position(view: GangView) -> tuple[frozenset[str], bool, str]:
+def _find_queue_position(view: GangView) -> tuple[frozenset[str], bool, str, bool]:
     """Return what decides in whose queue a gang is, and where."""
-    return view.pools, view.possible, view.quota
+    return view.pools, view.possible, view.quota, view.gated
 
 
 class WaitingGangs:

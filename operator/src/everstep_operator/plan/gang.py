@@ -24,6 +24,9 @@ without. One that wants more than the quota's limit, as far as the API server ha
 large. But how much is left for the gangs nobody tells: the oldest may want more. So it gives back too, as late as a
 gang that is alone, and leaves the quota to the others for a while.
 
+A gang of which a queue (Kueue) keeps all pods from the scheduler wants no node yet: it counts for those alone of which
+the same or another queue keeps pods, too.
+
 A gang that anything else than nodes blocks (a quota, a webhook) does not hold nodes that others wait for, however old
 it is: it gives them back as soon as what younger gangs have given back would have helped it (if it has run, as late as
 a gang that is alone). It keeps its age: once it is blocked no more, it is the oldest again. And nobody waits for it:
@@ -80,6 +83,8 @@ def list_rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
     def want_the_same(other: GangView) -> bool:
         if other.quota:
             return other.quota == me.quota
+        if other.gated and not other.scheduled and not me.gated:
+            return False  # it wants no node yet, and its queue may keep it for days
         return not other.pools or not me.pools or bool(other.pools & me.pools)
 
     return [g for g in gangs if g.uid != me.uid and g.scheduled < g.wanted and want_the_same(g)]
@@ -193,6 +198,7 @@ def make_gang_view(job: TrainingJob, pods: Iterable[PodView], places: int | None
         places=places,
         blocked=blocked is not None,
         quota=quota,
+        gated=any(p.gated and p.live for p in mine),
     )
 
 

@@ -155,6 +155,7 @@ class GangView:
     # Something that is no lack of nodes keeps the set from being complete, or did when it gave its pods back.
     blocked: bool = False
     quota: str = ""  # then: the namespace, if it is a quota of it; `scheduled` are all of its pods
+    gated: bool = False  # a queue, such as Kueue, keeps pods of it from the scheduler
 
     @property
     def possible(self) -> bool:
@@ -258,6 +259,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
     if spec.get("nodeName"):
         bound_at = parse_timestamp(bound.get("lastTransitionTime")) if bound.get("status") == "True" else None
         scheduled_at = bound_at or created
+    gated = bool(spec.get("schedulingGates"))
+    # The condition tells of gates until the scheduler comes to the pod, which may be long after they are gone.
+    tried = scheduled_at is None and (gated or bound.get("reason") != "SchedulingGated")
     container: Mapping[str, Any] = next(
         (c for c in status.get("containerStatuses") or () if c.get("name") == TRAINER_CONTAINER), {}
     )
@@ -283,8 +287,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         node=spec.get("nodeName") or None,
         ip=status.get("podIP") or None,
         scheduled_at=scheduled_at,
-        unschedulable="" if scheduled_at is not None else clip_text(bound.get("message")),
-        gated=scheduled_at is None and bound.get("reason") == "SchedulingGated",
+        unschedulable=clip_text(bound.get("message")) if tried else "",
+        gated=scheduled_at is None and gated,
         # Of a container that its runtime could not start, kubelets tell a start in 1970.
         started_at=parse_timestamp(current.get("startedAt")) or None,
         ended=_parse_container_end(over) if over else _parse_pod_end(status),

@@ -190,7 +190,7 @@ def _judge_hold(s: PlanContext) -> gang.GangVerdict:
     grew_at = max((p.scheduled_at or 0.0 for p in s.live if p.scheduled), default=0.0)
     # Pods that came later than the last bound one have not had their chance yet.
     grew_at = max([grew_at, *(p.created for p in waiting)])
-    if any(not p.unschedulable for p in waiting):
+    if any(not p.unschedulable for p in waiting) and not _is_blocked(s):
         # Nor have those to which the scheduler has not come, behind ten thousand others; unless it never does.
         grew_at = max(grew_at, min(s.now, grew_at + gang.UNTRIED_SECONDS))
     return gang.judge_hold(

@@ -144,8 +144,12 @@ def describe_capacity_wait(s: PlanContext) -> tuple[str, float | None]:
     if said := next((pod.unschedulable for pod in waiting if pod.unschedulable), ""):
         return said, None
     oldest = min(waiting, key=lambda pod: pod.created, default=None)
-    if oldest is None or s.now < oldest.created + SCHEDULER_SILENCE_SECONDS:
-        return "", oldest.created + SCHEDULER_SILENCE_SECONDS if oldest is not None else None
+    if oldest is None:
+        return "", None
+    # Schedulers have nothing to say of a pod that a queue keeps from them.
+    silent_at = max(oldest.created, s.observed.gated_at or 0.0) + SCHEDULER_SILENCE_SECONDS
+    if s.now < silent_at:
+        return "", silent_at
     frozen = s.observed.frozen
     template = frozen.find_pod(oldest.index) if frozen is not None else {}
     name = template.get("spec", {}).get("schedulerName")
