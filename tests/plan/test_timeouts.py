@@ -53,6 +53,25 @@ def test_a_scheduler_has_a_minute_from_when_a_queue_has_let_a_pod_go() -> None:
         assert ("no scheduler has said anything" in made.status.conditions[0].message) is (seconds == 60)
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_pending_does_not_count_while_a_queue_keeps_pods_from_the_scheduler(has_run: bool) -> None:
+    """It may keep them over a weekend, also those of a job that it has evicted."""
+    world = World(job().nodes(2).timeouts(pending="5m", startup="1m").build(), capacity=2 if has_run else 0)
+    world.run("Running" if has_run else "Scheduling")
+    if has_run:
+        world.capacity = 0
+        world.delete(1)
+        world.run("Restarting")
+    world.now += 3600
+    let_go_at = world.now
+    ends = []
+    for seconds in (0, 299, 361):
+        world.now = let_go_at + seconds
+        made = make_plan(replace(world.observe(), gated_at=let_go_at), world.now)
+        ends.append(made.status is not None and made.status.transitions[-1].reason == "PendingTimeout")
+    assert ends == [False, False, True]
+
+
 def test_pending_starts_anew_after_a_resume() -> None:
     world = World(job().timeouts(pending="5m").suspended().build())
     world.reconcile()

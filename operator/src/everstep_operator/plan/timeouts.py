@@ -85,13 +85,15 @@ def _runtime_deadline(s: PlanContext, limit: float) -> float | None:
 
 
 def _pending_deadline(s: PlanContext, limit: float, startup: float) -> float | None:
-    if s.job.unknown_fields or (rejected := _rejected_until(s)) is None:
+    if s.job.unknown_fields or (held_up := _rejected_until(s)) is None:
         return None
+    # Nor does a pod wait for capacity while a queue keeps it from the scheduler, over a weekend as it may be.
+    held_up = max(held_up, s.observed.gated_at or 0.0)
     if s.phase in (Phase.PENDING, Phase.SCHEDULING) and not s.all_bound:
-        return max(waiting_since(s), rejected) + limit
+        return max(waiting_since(s), held_up) + limit
     # Pods that are bound and lost, over and over, never let the start-up clock run: both limits together end that.
     if s.phase in (Phase.STARTING, Phase.RESTARTING) and not _is_backing_off(s):
-        return max(max(s.since({s.phase}), rejected) + limit + startup, _leader_asked_until(s))
+        return max(max(s.since({s.phase}), held_up) + limit + startup, _leader_asked_until(s))
     return None
 
 
