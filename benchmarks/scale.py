@@ -50,6 +50,7 @@ NAMES = (
     "scale-100x10",
     "scale-raised-1x1000",
     "scale-raised-100x10",
+    "scale-raised-vs-bare-1x1000",
     *(f"scale-{name}" for name in LARGEST),
     *MEMORY,
     "operator-idle",
@@ -125,12 +126,14 @@ def rows(cluster: Cluster, wanted: set[str], repeats: int = REPEATS) -> Iterator
             if f"scale-{name}" in wanted:
                 yield scale(cluster, Row(f"scale-{name}", "s", 1.15), jobs, pods, bare, rounds)
         raised = [name for name in SHAPES if f"scale-raised-{name}" in wanted]
-        if raised or wanted & set(MEMORY):
+        if raised or wanted & {"scale-raised-vs-bare-1x1000", *MEMORY}:
             local.restart_controllers(RAISED)
             try:
                 for name in raised:
                     row, shape = Row(f"scale-raised-{name}", "s", 1.0, strict=True), SHAPES[name]
                     yield scale(cluster, row, shape.jobs, shape.pods, indexed)
+                if "scale-raised-vs-bare-1x1000" in wanted:
+                    yield scale(cluster, Row("scale-raised-vs-bare-1x1000", "s", 1.5), 1, 1000, bare)
                 for name, (jobs, pods, most) in MEMORY.items():
                     if name in wanted:  # about a steady state: here it is reached a minute sooner
                         yield measure_memory(cluster, Row(name, "MiB", most, absolute=True), jobs, pods)
