@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.session.checkpointer import Checkpointer
+from everstep.checkpoint.session.one_at_a_time import one_at_a_time
 from everstep.checkpoint.writer.control import WriterLink
 from everstep.coordination.kv_store import LocalKVStore
 from everstep.coordination.message_series import MessageSeries
@@ -221,3 +222,27 @@ def test_no_rank_abandons_the_others_at_the_end(folder: Path) -> None:
         (["read", "call_until_heard"], [1]),
     ]
     assert steps_in(folder) == [1]
+
+
+class InterruptedOnce:
+    """Is interrupted right after the first attribute is set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        is_first = not vars(self)
+        super().__setattr__(name, value)
+        if is_first:
+            raise KeyboardInterrupt
+
+    def check_call(self, call: str) -> None:
+        pass
+
+    @one_at_a_time
+    def step(self) -> str:
+        return "done"
+
+
+def test_a_call_that_is_interrupted_when_it_begins_keeps_no_later_one_out() -> None:
+    made = InterruptedOnce()
+    with pytest.raises(KeyboardInterrupt):
+        made.step()
+    assert made.step() == "done"
