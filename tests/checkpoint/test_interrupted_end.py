@@ -17,7 +17,9 @@ pytest.importorskip("torch")
 
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.session.checkpointer import Checkpointer
+from everstep.checkpoint.session.one_at_a_time import one_at_a_time
 from everstep.checkpoint.writer.control import WriterLink
+from everstep.coordination.kv_store import LocalKVStore
 from everstep.coordination.message_series import MessageSeries
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session, steps_in
@@ -144,6 +146,34 @@ def test_whatever_else_interrupts_the_final_wait_ends_it(
     until(lambda: steps_in(folder) == [1], "what was filled is stored")
 
 
+class Interrupts(Model):
+    """Is interrupted by Ctrl-C when it is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == 2:
+            raise KeyboardInterrupt
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("moment", ["read", "remove"])
+def test_two_interruptions_hold_no_later_save_up(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """The second one comes when rank 0 has read that the first has made a save void."""
+    monkeypatch.setattr(LocalKVStore, moment, getattr(LocalKVStore, moment))
+    model = Interrupts()
+    with handled_by(HANDLERS[KeyboardInterrupt]), session(folder, commit_timeout=3.0) as ckpt:
+        ckpt.track(model=model)
+        ckpt.step(1)  # claims the store, and saves nothing
+        model.at = 2
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(2)  # before the writer knows of it
+        model.at = 3
+        interrupt_once(LocalKVStore, moment, lambda found: moment == "remove" or "void" in str(found))
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(3)
+        assert ckpt.save(4).saves
+    assert steps_in(folder) == [4]
+
+
 @pytest.mark.parametrize("interrupt", [SystemExit, KeyboardInterrupt, TimeoutError])
 def test_a_wait_that_is_interrupted_may_be_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]
@@ -192,3 +222,27 @@ def test_no_rank_abandons_the_others_at_the_end(folder: Path) -> None:
         (["read", "call_until_heard"], [1]),
     ]
     assert steps_in(folder) == [1]
+
+
+class InterruptedOnce:
+    """Is interrupted right after the first attribute is set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        is_first = not vars(self)
+        super().__setattr__(name, value)
+        if is_first:
+            raise KeyboardInterrupt
+
+    def check_call(self, call: str) -> None:
+        pass
+
+    @one_at_a_time
+    def step(self) -> str:
+        return "done"
+
+
+def test_a_call_that_is_interrupted_when_it_begins_keeps_no_later_one_out() -> None:
+    made = InterruptedOnce()
+    with pytest.raises(KeyboardInterrupt):
+        made.step()
+    assert made.step() == "done"

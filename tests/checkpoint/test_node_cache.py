@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,22 @@ def test_pages_around_what_stays_in_use_go_back(tmp_path: Path) -> None:
     kept = {number for number in range(40) if part[number * page] == ord("x")}
     assert kept == {3, 4, 20, 21}
     assert bytes(part[20 * page + 64 : 21 * page + 64]) == b"x" * page
+    cache.keep({})
+    assert bytes(part) == bytes(SIZE)
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_no_memory_that_all_ranks_of_a_node_read(tmp_path: Path) -> None:
+    cache, part = filled(tmp_path, shared=True)
+    cache.keep({})
+    assert bytes(part) == b"x" * SIZE, "other ranks of the node may still read it"
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=lambda: theirs.send(Path("/proc/self/maps").read_text()))
+    child.start()
+    maps = ours.recv()
+    child.join()
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in maps
 
 
 def test_only_memory_that_is_nobody_elses_is_given_away(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -88,3 +89,17 @@ def test_slots_that_are_removed_by_force_are_read_to_the_end_by_who_holds_them(t
         restored = reader.restore(model=model)
     os.kill(writer, signal.SIGTERM)
     assert (restored.step, restored.tier, set(model.bias.tolist())) == (10, "memory", {10.0})
+
+
+def test_a_child_that_is_forked_in_a_session_holds_no_memory_of_its_slots(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=lambda: theirs.send(Path("/proc/self/maps").read_text()))
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=model_of(10))
+        ckpt.save(10)
+        assert str(tmp_path / "memory") in Path("/proc/self/maps").read_text()
+        child.start()
+        maps = ours.recv()
+        child.join()
+    assert str(tmp_path / "memory") not in maps

@@ -85,7 +85,9 @@ def test_one_process_has_a_store_of_its_own() -> None:
     store = SharedKVStore.open(RankGroup(None), 30.0)
     assert isinstance(store, LocalKVStore)
     store.leave("word", {"a": 1})
-    assert (store.read("word"), store.read("word")) == ({"a": 1}, None)
+    assert store.read("word") == store.read("word") == {"a": 1}, "it stays until it is removed"
+    store.remove("word")
+    assert store.read("word") is None
     assert (store.count("times", 2), store.count("times", 1), store.count("others")) == (2, 3, 0)
 
 

@@ -72,7 +72,7 @@ class LocalKVStore:
         self._messages[name] = message
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
-        return self._messages.pop(name, None)
+        return self._messages.get(name)
 
     def remove(self, name: str) -> None:
         self._messages.pop(name, None)

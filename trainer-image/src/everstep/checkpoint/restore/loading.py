@@ -19,6 +19,7 @@ from everstep.checkpoint.errors import CheckpointError, Damaged
 from everstep.checkpoint.format.manifest import Manifest, StoredTensor
 from everstep.checkpoint.restore.chunk_numbers import Chunks
 from everstep.checkpoint.restore.load_items import LoadItem, ShardPlace, find_shard
+from everstep.checkpoint.restore.node_cache import NodeCache
 from everstep.checkpoint.restore.options import RestoreOptions
 from everstep.checkpoint.restore.placing import Memory, ShardBox
 from everstep.checkpoint.state.flat import RANK, bind_kinds, get_local_tensor
@@ -94,7 +95,6 @@ class Loading:
         if not self.problems:
             self._read_beside(manifest)
         self.wanted = set(self._tensors)
-        self.kept: dict[int, list[tuple[int, int]]] = {}
         self._sources: dict[tuple[str, int], ShardPlace] = {}
         self._read_first: set[int] = set()  # ids of items
         self._items: list[LoadItem] = [] if self.problems else self._plan(manifest)
@@ -160,29 +160,27 @@ class Loading:
     def apply(
         self,
         manifest: Manifest,
-        part: Callable[[int], memoryview],
+        cache: NodeCache,
         alive: Callable[[], None],
         in_file: Callable[[int], bool],
         read: Callable[[Sequence[ChunkRead]], None],
-        gives: Callable[[int], bool] = lambda part: False,
     ) -> dict[str, Any]:
         """Bring the bytes into the objects and give them their values; return plain values that were given, by name.
 
         Args:
             manifest: Of the checkpoint.
-            part: Part i as the node's memory holds it; only bytes of the needed chunks are looked at.
+            cache: The parts that the node's memory holds, of which only bytes of the needed chunks are looked at.
             alive: Is called between two things that take a while.
             in_file: Whether part i is in a file instead.
             read: Reads from those files, summing; Damaged when the bytes are no longer those that were verified.
-            gives: Whether new tensors may stay in the memory of part i: `kept`, by part, has (offset, length) of each.
         """
         rest = [item for item in self._items if id(item) not in self._read_first]
         files = [item for item in rest if in_file(self._sources[item.name, item.shard].part)]
         self._take_memory(files)
         self._read_files(files, manifest, read, alive)
-        self._copy(
-            [item for item in rest if not in_file(self._sources[item.name, item.shard].part)], part, alive, gives
-        )
+        far = [item for item in rest if not in_file(self._sources[item.name, item.shard].part)]
+        kept = self._copy(far, lambda part: cache.part(part, manifest), alive, cache.gives)
+        cache.keep(kept)  # before loaders begin: their workers would hold the rest of it for as long as they live
         self._tensors = {
             name: _allocate_target(tensor) for name, tensor in self._tensors.items()
         }  # those without elements
@@ -241,9 +239,9 @@ class Loading:
         part: Callable[[int], memoryview],
         alive: Callable[[], None],
         gives: Callable[[int], bool],
-    ) -> None:
-        """Copies what the node's memory holds."""
-        host = Host()
+    ) -> dict[int, list[tuple[int, int]]]:
+        """Copy what the node's memory holds; return, by part, (offset, length) of tensors that stay there."""
+        host, kept = Host(), dict[int, list[tuple[int, int]]]()
         for items in _iterate_batches(every):
             moves: list[tuple[torch.Tensor, torch.Tensor]] = []
             for item in items:
@@ -251,7 +249,7 @@ class Loading:
                 if target.is_meta:
                     source = self._sources[item.name, item.shard]
                     if source.length >= _GIVEN and gives(source.part):
-                        self.kept.setdefault(source.part, []).append((source.offset, source.length))
+                        kept.setdefault(source.part, []).append((source.offset, source.length))
                         self._tensors[item.name] = saved
                         continue
                     target = self._tensors[item.name] = _allocate_target(target)
@@ -259,6 +257,7 @@ class Loading:
             host.copy([target for target, _ in moves], [saved for _, saved in moves])
             alive()
         host.close()
+        return kept
 
     def _box(self, item: LoadItem, part: Callable[[int], memoryview]) -> torch.Tensor:
         """Return the saved bytes of one item, as a tensor."""

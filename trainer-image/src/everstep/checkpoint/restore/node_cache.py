@@ -100,15 +100,19 @@ class NodeCache:
         return not self._shared
 
     def keep(self, ranges: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Give pages of parts back to the system, other than those that stay in use.
+        """Give pages of all parts back to the system, but those that stay in use.
+
+        What other ranks of the node may still read goes with the folder, and with the process that has mapped it.
 
         Args:
             ranges: For each part by its number, the ranges (offset, length) in bytes that stay in use.
         """
-        for number, kept in ranges.items():
-            pages, at = self._parts[number].obj, 0
+        if self._shared:
+            return
+        for number, part in self._parts.items():
+            pages, at = part.obj, 0
             assert isinstance(pages, mmap.mmap)
-            for offset, length in [*sorted(kept), (len(pages), 0)]:
+            for offset, length in [*sorted(ranges.get(number, ())), (len(pages), 0)]:
                 start, stop = -(-at // mmap.PAGESIZE), offset // mmap.PAGESIZE
                 if start < stop:
                     pages.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)
@@ -132,7 +136,9 @@ class NodeCache:
         descriptor = os.open(self._file(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size)
-            return mmap.mmap(descriptor, size)
+            pages = mmap.mmap(descriptor, size)
+            pages.madvise(mmap.MADV_DONTFORK)  # a worker of a loader would keep this memory for as long as it lives
+            return pages
         finally:
             os.close(descriptor)
 

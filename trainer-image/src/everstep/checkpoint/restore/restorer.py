@@ -225,7 +225,6 @@ class Restorer:
             reader = ChunkReader(files.open, files.name, manifest.checksum, self._alive, self._retry)
             tiers = self._together(lambda: self._read(manifest, chunks, loading, files, reader, cache, peers))
             loaded = self._together(lambda: self._apply(manifest, loading, files, reader, cache), local=True)
-            cache.keep(loading.kept)
             self.taken = loading.taken
         return Restored(
             key.step,
@@ -434,9 +433,7 @@ class Restorer:
                 files.distrust()
                 raise UndefinedObjects(str(error)) from error
 
-        return loading.apply(
-            manifest, lambda part: cache.part(part, manifest), self._alive, files.__contains__, read, cache.gives
-        )
+        return loading.apply(manifest, cache, self._alive, files.__contains__, read)
 
     def _together(self, work: Callable[[], T], *, local: bool = False) -> Any:
         return run_restore_step(self._consensus, self._topology.rank, work, is_local=local)

@@ -326,18 +326,18 @@ class SaveCoordinator:
         looked, self._looked = self._looked, time.monotonic()
         there = self.kv_store.count("notes")
         while self._notes < there:
-            note = self.kv_store.read(f"n/{self._notes + 1}", 5.0)  # it is counted before it is left
-            self._notes += 1  # only now: a signal's handler may interrupt us while we wait
-            self.kv_store.remove(f"n/{self._notes}")
-            if note is None:
-                continue
+            name = f"n/{self._notes + 1}"
+            note = self.kv_store.read(name, 5.0) or {"kind": ""}  # it is counted before it is left
             if note["kind"] == "asked":
                 self._asked = SaveRequest.read_note(note, looked).join(self._asked)
             elif note["kind"] == "ended":
                 self._end.ended.add(note["rank"])
-            else:
+            elif note["kind"]:
                 self._replan |= note.get("replan", False)
                 self._outcomes.hear_note(note)
+            # Only now: a signal's handler may interrupt us before, and to hear a note twice does no harm.
+            self._notes += 1
+            self.kv_store.remove(name)
 
     # ---- a save
 

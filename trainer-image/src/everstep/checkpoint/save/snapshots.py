@@ -29,6 +29,7 @@ class Window:
         with path.open("r+b") as file:
             self._file = os.fstat(file.fileno())
             self._pages = mmap.mmap(file.fileno(), size)
+        self._pages.madvise(mmap.MADV_DONTFORK)  # workers of a loader would keep it when the slot is removed
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         populate_pages(self._bytes.data_ptr(), size)
         staging.adopt(self._bytes)

@@ -68,8 +68,8 @@ def one_at_a_time(method: Method) -> Method:
                 f"{call} is called while {other} of the same session still runs: {who}. Call request(), which asks for "
                 f"a save at the next step, or call {call} after that has returned"
             )
-        setattr(self, _DOING, (call, threading.get_ident()))
-        try:
+        try:  # around this too: a signal's handler may interrupt us right after it
+            setattr(self, _DOING, (call, threading.get_ident()))
             return method(self, *args, **kwargs)
         finally:
             setattr(self, _DOING, None)

@@ -226,17 +226,16 @@ class Slot:
             Missing: The slot has been removed, as the writer of a run that has ended does.
         """
         path = self.path / "lock"
-        try:
-            file = path.open("a")
-        except FileNotFoundError:
-            raise Missing(str(self.path)) from None
-        with file:
-            fcntl.flock(file, fcntl.LOCK_SH)
+        with ExitStack() as stack:
             try:
+                file = stack.enter_context(path.open("a"))
+                fcntl.flock(file, fcntl.LOCK_SH)
+                # Closing it is not enough: children forked meanwhile, as workers of a loader are, have it open too.
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
                 is_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
             except FileNotFoundError:
                 is_there = False
-            if not is_there:  # it was removed while we waited for the lock
+            if not is_there:  # or it was removed while we waited for the lock
                 raise Missing(str(self.path))
             yield
 
