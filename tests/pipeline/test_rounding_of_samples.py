@@ -192,3 +192,10 @@ def test_a_loss_over_all_samples_is_found_behind_a_last_layer_of_zeros(is_wide: 
     with pytest.raises(PipelineError, match="the loss takes them together"):
         look(model, given, torch.arange(8) % 4, balanced)
     assert not model[2].weight.any()
+
+
+def test_outputs_of_zeros_leave_open_whether_a_loss_takes_samples_together() -> None:
+    looking = FirstLook(lambda output, targets: (output - 1).square().mean() + output.mean(0).square().sum(), None, 2)
+    looking(torch.zeros(8, 3), torch.arange(8))
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        looking(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8))

@@ -210,7 +210,8 @@ class FirstLook:
                 self._look_at_two(map_tensors((output, targets), lambda tensor: tensor.detach().clone()))
             return
         # Another dimension of this size may be that of the samples: then nobody knows which one it is.
-        self._looked = True
+        # Behind a last layer of zeros all samples are alike, and nothing shows: later outputs do.
+        self._looked = any(bool(each.any()) for each in tensors_of(output))
         if samples > 1 and is_cut and all(each.shape.count(samples) == 1 for each in tensors):
             self._compare(output, targets, samples, is_sure=True)
 
