@@ -400,3 +400,36 @@ def test_a_model_with_an_extra_state_of_its_own_is_refused() -> None:
     for said in ranks.run(2, _count_at_the_top):
         assert "has a get_extra_state() of its own" in said
         assert PipelineError.__name__ in said or "Everywhere" in said
+
+
+# ---- parts of a loss that come later ----
+
+
+class Growing(nn.Module):  # type: ignore[misc]
+    """Has a part that is of no weight at first: of each sample, or of all together."""
+
+    def __init__(self, of_all: bool) -> None:
+        super().__init__()
+        self.of_all, self.weight = of_all, 0.0
+
+    def forward(self, output: Any, target: Any) -> Any:
+        part = output.mean(0) if self.of_all else output
+        return squared(output, target) + self.weight * part.square().mean()
+
+
+def _switch_on(rank: int) -> list[str]:
+    said = []
+    for of_all, given in ((False, batch(0)), (True, batch(0)), (True, batch(0, 1))):
+        loss = Growing(of_all)
+        with cut(Net(), loss, given) as run:
+            run.step(*batch(0))
+            loss.weight = 0.5
+            said.append(say(lambda run=run: run.step(*batch(1)).skipped))
+    return said
+
+
+def test_a_part_of_a_loss_that_is_switched_on_later_is_looked_at_then() -> None:
+    first, last = ranks.run(2, _switch_on)
+    assert first[0] == last[0] == "gave False"
+    assert all("Error" in said for said in first[1:])
+    assert all("the loss takes them together" in said for said in last[1:]), last

@@ -340,3 +340,26 @@ def test_a_layer_that_normalises_batches_as_torch_does_trains_as_torch_s_with_wh
         # What a layer has mixed by its momentum is taken apart again, which rounds.
         torch.testing.assert_close(buffers, expected, rtol=1e-14, atol=1e-14)
         assert losses[3] == pytest.approx(wanted[3], rel=1e-14)
+
+
+# ---- random numbers of Python ----
+
+
+class Jumping(nn.Module):  # type: ignore[misc]
+    """Draws from Python's generator, as some do to drop layers."""
+
+    def forward(self, x: Any) -> Any:
+        return x * random.uniform(0.9, 1.1)
+
+
+def jumping(output: Any, target: Any) -> Any:
+    return squared(output * random.uniform(0.9, 1.1), target)
+
+
+def _draw_in_both(rank: int) -> str:
+    with cut(nn.Sequential(nn.Linear(6, 4), Jumping(), nn.Tanh(), nn.Linear(4, 3)).double(), jumping) as run:
+        return say(lambda: run.step(*batch(0)).skipped)
+
+
+def test_a_model_and_a_loss_may_both_draw_from_the_generator_of_python() -> None:
+    assert ranks.run(2, _draw_in_both) == ["gave False"] * 2

@@ -174,3 +174,28 @@ def test_a_small_part_of_a_loss_that_takes_samples_together_is_found_by_what_it_
 
     with pytest.raises(PipelineError, match="the loss takes them together"):
         look(Both(), twins(), torch.arange(16), both)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_a_loss_over_all_samples_is_found_behind_a_last_layer_of_zeros(is_wide: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+    nn.init.zeros_(model[2].weight)
+    model, given = model.to(torch.float64 if is_wide else torch.float32), torch.randn(8, 6)
+    given = {"input": given.to(model[0].weight)}
+
+    def balanced(output: Any, targets: Any) -> Any:
+        mean = output.softmax(-1).mean(0)
+        return f.cross_entropy(output, targets) + (mean * mean.log()).sum()
+
+    look(model, given, torch.arange(8) % 4, f.cross_entropy)
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        look(model, given, torch.arange(8) % 4, balanced)
+    assert not model[2].weight.any()
+
+
+def test_outputs_of_zeros_leave_open_whether_a_loss_takes_samples_together() -> None:
+    looking = FirstLook(lambda output, targets: (output - 1).square().mean() + output.mean(0).square().sum(), None, 2)
+    looking(torch.zeros(8, 3), torch.arange(8))
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        looking(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8))

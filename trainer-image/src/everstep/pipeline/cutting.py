@@ -249,6 +249,5 @@ def _check_cut(
             and (are_cut or has_samples(request.model, terms.example, request.targets, unsplit_inputs))
         )
     )
-    if not is_known:
-        return CountedTargets(FirstLook(loss, weight, times), weight), ()
-    return CountedTargets(loss, weight), idle
+    looking = CountedTargets(FirstLook(loss, weight, times, is_known=is_known), weight)
+    return looking, idle if is_known else ()

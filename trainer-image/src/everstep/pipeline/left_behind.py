@@ -137,7 +137,8 @@ def check_left_behind(
             with draws.at(drawn):
                 again = compute(output)
             run(max(1, count // 2), 0.9)
-            other = compute(output)
+            with draws.at(drawn):
+                other = compute(output)
     except PipelineError:
         raise
     except Exception as error:

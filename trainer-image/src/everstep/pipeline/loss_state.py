@@ -122,6 +122,32 @@ def refuse_state(one: float, other: float, times: int) -> None:
         )
 
 
+class Switches:
+    """The numbers and flags of a loss that are 0 now: a script that changes one later may switch on a part of the loss,
+    as a term whose weight grows.
+
+    Args:
+        loss: The loss. Of a function nothing is known.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        held = [each for holder in _list_holders(loss) for each in (vars(holder), vars(holder).get("_buffers", {}))]
+        self._off = [(each, name) for each in held for name in each if name != "training" and _is_off(each[name])]
+
+    def take_changes(self) -> bool:
+        """Tell whether one of them is not 0 any more, which is told once of each."""
+        on = [(held, name) for held, name in self._off if not _is_off(held.get(name, 0))]
+        if on:
+            self._off = [each for each in self._off if each not in on]
+        return bool(on)
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):  # one on a GPU would be waited for
+        return not value.dim() and value.device.type == "cpu" and not bool(value)
+    return isinstance(value, bool | int | float) and not value
+
+
 def _list_holders(loss: Any) -> list[Any]:
     holder = getattr(loss, "__self__", loss)
     if isinstance(holder, nn.Module):

@@ -23,13 +23,14 @@ from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.trace import Traced, attributes_kept
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.left_behind import WatchedLoss
-from everstep.pipeline.loss_state import call_twice, loss_kept, refuse_state
+from everstep.pipeline.loss_state import Switches, call_twice, loss_kept, refuse_state
 from everstep.pipeline.repeatable_modes import differs_in_training, evaluation_mode, repeatable_training
 from everstep.pipeline.sample_differences import (
     Ran,
     SampleDifference,
     add_parts,
     differentiate,
+    fill_zeros,
     find_difference,
     find_difference_of_many,
     join_parts,
@@ -115,7 +116,10 @@ def check_samples(
             try:
                 with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
                     look = partial(compare, run, take(number), number, unsplit_inputs)
-                    if (apart := look()) is not None:
+                    apart = look()
+                    if apart is None and number == count and fill_zeros(learning):
+                        apart = look()  # behind a last layer of zeros, all samples were alike
+                    if apart is not None:
                         # By the gradients of a few samples, also where those of many would need too much memory.
                         few = partial(run, take(count), count)
                         apart = look_again(apart, few, partial(vary_tensors, learning), look)
@@ -168,24 +172,27 @@ def _measure_rows(output: Any, samples: int, of_learning: Sequence[bool]) -> Los
 
 class FirstLook:
     """A loss that looks at the first micro-batch whether it takes samples together, where that is not known yet; at two
-    where each has one sample.
+    where each has one sample. It looks again once a number of its own is not 0 any more.
 
     Raises:
         PipelineError: It does, as check_samples().
     """
 
-    def __init__(self, loss: Loss, weight: Loss | None, times: int) -> None:
+    def __init__(self, loss: Loss, weight: Loss | None, times: int, *, is_known: bool = False) -> None:
         self._loss, self._weight, self._times = loss, weight, times
-        self._looked, self._is_new = False, True
+        self._looked, self._is_new = is_known, not is_known
         self._alone: Any = None  # the output and the targets of one sample
+        self._switches = Switches(self._own_loss)
 
     def __call__(self, output: Any, targets: Any) -> Any:
         if self._is_new and torch.is_grad_enabled():
             self._is_new = False
             if (values := call_twice(self._own_loss, output, targets, self._weight)) is not None:
                 refuse_state(*values, self._times)
-        if not self._looked and torch.is_grad_enabled():
-            self._look(output, targets)
+        if torch.is_grad_enabled():
+            self._looked = self._looked and not self._switches.take_changes()
+            if not self._looked:
+                self._look(output, targets)
         return self._loss(output, targets)
 
     @property
@@ -203,7 +210,8 @@ class FirstLook:
                 self._look_at_two(map_tensors((output, targets), lambda tensor: tensor.detach().clone()))
             return
         # Another dimension of this size may be that of the samples: then nobody knows which one it is.
-        self._looked = True
+        # Behind a last layer of zeros all samples are alike, and nothing shows: later outputs do.
+        self._looked = any(bool(each.any()) for each in tensors_of(output))
         if samples > 1 and is_cut and all(each.shape.count(samples) == 1 for each in tensors):
             self._compare(output, targets, samples, is_sure=True)
 

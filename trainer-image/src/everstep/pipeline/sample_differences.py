@@ -262,6 +262,16 @@ def vary_tensors(tensors: Sequence[torch.Tensor]) -> None:
             each.add_(torch.randn_like(each) * (0.1 * (size or 0.1)))
 
 
+def fill_zeros(weights: Sequence[torch.Tensor]) -> bool:
+    """Fill matrices of zeros, as a last layer begins with, with random numbers; tell whether there were any."""
+    found = [each for each in weights if each.dim() > 1 and each.numel() and not each.any()]
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for each in found:
+            each.copy_(torch.randn_like(each) * each[0].numel() ** -0.5)
+    return bool(found)
+
+
 def look_again(
     apart: SampleDifference,
     compute: Callable[[], Ran],
