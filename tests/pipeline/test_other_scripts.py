@@ -417,6 +417,10 @@ class Growing(nn.Module):  # type: ignore[misc]
         return squared(output, target) + self.weight * part.square().mean()
 
 
+def _say_step(run: Any) -> str:
+    return say(lambda: run.step(*batch(1)).skipped)
+
+
 def _switch_on(rank: int) -> list[str]:
     said = []
     for of_all, given in ((False, batch(0)), (True, batch(0)), (True, batch(0, 1))):
@@ -424,7 +428,7 @@ def _switch_on(rank: int) -> list[str]:
         with cut(Net(), loss, given) as run:
             run.step(*batch(0))
             loss.weight = 0.5
-            said.append(say(lambda run=run: run.step(*batch(1)).skipped))
+            said.append(_say_step(run))
     return said
 
 
