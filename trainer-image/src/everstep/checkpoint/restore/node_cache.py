@@ -19,6 +19,7 @@ from pathlib import Path
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.manifest import CHUNK, HEADER, Chunk, Manifest, align_offset
 from everstep.checkpoint.host import available_memory
+from everstep.checkpoint.host.own_mapping import map_for_this_process
 from everstep.checkpoint.slots.own_files import RESTORES
 from everstep.checkpoint.slots.slot_files import naming_full_memory, secure_directory
 
@@ -136,9 +137,7 @@ class NodeCache:
         descriptor = os.open(self._file(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size)
-            pages = mmap.mmap(descriptor, size)
-            pages.madvise(mmap.MADV_DONTFORK)  # a worker of a loader would keep this memory for as long as it lives
-            return pages
+            return map_for_this_process(descriptor, size)
         finally:
             os.close(descriptor)
 

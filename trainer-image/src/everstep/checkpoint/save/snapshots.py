@@ -13,6 +13,7 @@ import torch
 
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.manifest import HEADER, part_header
+from everstep.checkpoint.host.own_mapping import map_for_this_process
 from everstep.checkpoint.ranks.topology import Topology
 from everstep.checkpoint.save.planning import WritePlan
 from everstep.checkpoint.slots.slots import Box, Slot, Slots
@@ -28,8 +29,7 @@ class Window:
         self._path = path
         with path.open("r+b") as file:
             self._file = os.fstat(file.fileno())
-            self._pages = mmap.mmap(file.fileno(), size)
-        self._pages.madvise(mmap.MADV_DONTFORK)  # workers of a loader would keep it when the slot is removed
+            self._pages = map_for_this_process(file.fileno(), size)
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         populate_pages(self._bytes.data_ptr(), size)
         staging.adopt(self._bytes)
