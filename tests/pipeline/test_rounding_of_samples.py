@@ -177,10 +177,11 @@ def test_a_small_part_of_a_loss_that_takes_samples_together_is_found_by_what_it_
 
 
 @pytest.mark.parametrize("is_wide", [True, False])
-def test_a_loss_over_all_samples_is_found_behind_a_last_layer_of_zeros(is_wide: bool) -> None:
+@pytest.mark.parametrize("gain", [0.0, 0.01])
+def test_a_loss_over_all_samples_is_found_behind_a_last_layer_of_small_weights(is_wide: bool, gain: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
-    nn.init.zeros_(model[2].weight)
+    nn.init.orthogonal_(model[2].weight, gain)
     model, given = model.to(torch.float64 if is_wide else torch.float32), torch.randn(8, 6)
     given = {"input": given.to(model[0].weight)}
 
@@ -191,11 +192,42 @@ def test_a_loss_over_all_samples_is_found_behind_a_last_layer_of_zeros(is_wide: 
     look(model, given, torch.arange(8) % 4, f.cross_entropy)
     with pytest.raises(PipelineError, match="the loss takes them together"):
         look(model, given, torch.arange(8) % 4, balanced)
-    assert not model[2].weight.any()
 
 
-def test_outputs_of_zeros_leave_open_whether_a_loss_takes_samples_together() -> None:
-    looking = FirstLook(lambda output, targets: (output - 1).square().mean() + output.mean(0).square().sum(), None, 2)
-    looking(torch.zeros(8, 3), torch.arange(8))
+def all_together(output: Any, targets: Any) -> Any:
+    return (output[0] - 1).square().mean() + output[0].mean(0).square().sum() + output[1].square().mean()
+
+
+@pytest.mark.parametrize("given", [(0.0, 0.0), (0.5, 0.5), (0.0, None)])
+def test_outputs_that_are_alike_leave_open_whether_a_loss_takes_samples_together(given: Any) -> None:
+    random = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    looking = FirstLook(all_together, None, 2)
+    looking(tuple(random if each is None else torch.full((8, 3), each) for each in given), torch.arange(8))
     with pytest.raises(PipelineError, match="the loss takes them together"):
-        looking(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8))
+        looking((random, random), torch.arange(8))
+
+
+def test_outputs_that_are_always_alike_are_looked_at_ever_more_rarely() -> None:
+    made, calls = list[int](), list[int]()
+    loss = Growing(lambda: made.append(1))
+    looking = FirstLook(loss, None, 2)
+    random = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    for _ in range(32):
+        made.clear()
+        looking((random, torch.ones(8, 1)), torch.arange(8))
+        calls.append(len(made))
+    assert [place for place, each in enumerate(calls, 1) if each > 1] == [1, 2, 4, 8, 16, 32]
+    loss.weight = 0.5
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        looking((random, torch.ones(8, 1)), torch.arange(8))
+
+
+class Growing:
+    """Has a part of all samples that is of no weight at first."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.weight, self.tell = 0.0, tell
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        self.tell()
+        return (output[0] - 1).square().mean() + self.weight * output[0].mean(0).square().sum() + output[1].mean()

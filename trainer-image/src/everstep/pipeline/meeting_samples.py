@@ -29,8 +29,9 @@ from everstep.pipeline.sample_differences import (
     Ran,
     SampleDifference,
     add_parts,
+    are_alike,
     differentiate,
-    fill_zeros,
+    fill_small,
     find_difference,
     find_difference_of_many,
     join_parts,
@@ -117,8 +118,8 @@ def check_samples(
                 with mode(model), as_before(model), attributes_kept(model), torch.enable_grad():
                     look = partial(compare, run, take(number), number, unsplit_inputs)
                     apart = look()
-                    if apart is None and number == count and fill_zeros(learning):
-                        apart = look()  # behind a last layer of zeros, all samples were alike
+                    if apart is None and number == count and fill_small(learning):
+                        apart = look()  # behind a last layer of small weights, all samples were alike
                     if apart is not None:
                         # By the gradients of a few samples, also where those of many would need too much memory.
                         few = partial(run, take(count), count)
@@ -182,6 +183,7 @@ class FirstLook:
         self._loss, self._weight, self._times = loss, weight, times
         self._looked, self._is_new = is_known, not is_known
         self._alone: Any = None  # the output and the targets of one sample
+        self._calls, self._next = 0, 1  # how many there were while this was open, and in which of them it looks
         self._switches = Switches(self._own_loss)
 
     def __call__(self, output: Any, targets: Any) -> Any:
@@ -190,8 +192,10 @@ class FirstLook:
             if (values := call_twice(self._own_loss, output, targets, self._weight)) is not None:
                 refuse_state(*values, self._times)
         if torch.is_grad_enabled():
-            self._looked = self._looked and not self._switches.take_changes()
-            if not self._looked:
+            if self._switches.take_changes():
+                self._looked, self._calls, self._next = False, 0, 1
+            self._calls += not self._looked
+            if not self._looked and self._calls >= self._next:
                 self._look(output, targets)
         return self._loss(output, targets)
 
@@ -210,16 +214,22 @@ class FirstLook:
                 self._look_at_two(map_tensors((output, targets), lambda tensor: tensor.detach().clone()))
             return
         # Another dimension of this size may be that of the samples: then nobody knows which one it is.
-        # Behind a last layer of zeros all samples are alike, and nothing shows: later outputs do.
-        self._looked = any(bool(each.any()) for each in tensors_of(output))
+        self._leave_open_if_alike(output)
         if samples > 1 and is_cut and all(each.shape.count(samples) == 1 for each in tensors):
             self._compare(output, targets, samples, is_sure=True)
 
     def _look_at_two(self, alone: Any) -> None:
         before, self._alone = self._alone, alone
         if before is not None and (both := join_samples(before, alone)) is not None:
-            self._alone, self._looked = None, True
+            self._alone = None
+            self._leave_open_if_alike(both[0])
             self._compare(both[0], both[1], 2, is_sure=False)
+
+    def _leave_open_if_alike(self, output: Any) -> None:
+        """Behind a last layer of zeros samples are alike, and nothing shows of them: later outputs do. What is always
+        alike, as a number that is repeated for each sample, is looked at ever more rarely."""
+        self._looked = not any(are_alike(each) for each in tensors_of(output))
+        self._next = 2 * self._calls
 
     def _compare(self, output: Any, targets: Any, samples: int, *, is_sure: bool) -> None:
         count = min(samples, _SAMPLES)

@@ -24,6 +24,7 @@ _OF_SAMPLES, _OF_NUMBERS = 1e-3, 0.1
 _OF_GRADIENTS = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2, torch.complex64: 1e-2}
 _OF_NARROW = 0.2
 _REPEATED = 1e-5  # relative; what draws random numbers differs by more
+_SMALL = 0.1  # relative to weights that keep the size of what they are given
 _CANCELLED, _SINGLE = 1 / 16, 8  # relative to the largest loss of so many single samples
 
 Gradients = list[torch.Tensor | None]
@@ -262,14 +263,20 @@ def vary_tensors(tensors: Sequence[torch.Tensor]) -> None:
             each.add_(torch.randn_like(each) * (0.1 * (size or 0.1)))
 
 
-def fill_zeros(weights: Sequence[torch.Tensor]) -> bool:
-    """Fill matrices of zeros, as a last layer begins with, with random numbers; tell whether there were any."""
-    found = [each for each in weights if each.dim() > 1 and each.numel() and not each.any()]
+def fill_small(weights: Sequence[torch.Tensor]) -> bool:
+    """Fill matrices that are zeros or small, as a last layer begins with, with random numbers; tell whether there were
+    any."""
+    found = [each for each in weights if each.dim() > 1 and each.numel() and _find_size(each) < _SMALL]
     torch.manual_seed(3)
     with torch.no_grad():
         for each in found:
             each.copy_(torch.randn_like(each) * each[0].numel() ** -0.5)
     return bool(found)
+
+
+def _find_size(weight: torch.Tensor) -> float:
+    """Return how large a matrix is beside one that keeps the size of what it is given."""
+    return float(weight.detach().abs().double().square().mean().sqrt()) * float(weight[0].numel()) ** 0.5
 
 
 def look_again(
@@ -335,6 +342,12 @@ def join_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def take_samples(given: Any, samples: int, count: int) -> Any:
     """The first of some samples."""
     return map_tensors(given, lambda tensor: tensor[:count] if tensor.dim() and len(tensor) == samples else tensor)
+
+
+def are_alike(tensor: torch.Tensor) -> bool:
+    """Tell whether numbers of samples, of which there are any, are the same of each."""
+    is_known = tensor.is_floating_point() and tensor.layout is torch.strided and tensor.dim() and tensor.numel()
+    return bool(is_known) and torch.equal(tensor, tensor[:1].expand_as(tensor))
 
 
 def _compare_rows(output: Any, halves: Sequence[Any], count: int) -> tuple[bool, bool]:
