@@ -13,6 +13,7 @@ from torch import nn  # noqa: E402
 
 from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.loss_state import Switches  # noqa: E402
 from everstep.pipeline.meeting_samples import FirstLook  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
@@ -145,3 +146,11 @@ def test_where_a_loss_is_looked_at_in_the_first_step_it_and_random_numbers_go_on
         found.append((loss.calls, loss.sizes, float(loss.seen), random.random(), float(torch.rand(()))))
         found[-1] += (float(torch.rand((), generator=loss.generator)),)
     assert found[0] == found[1]
+
+
+def test_what_is_switched_on_in_one_of_several_like_layers_of_a_loss_is_told_once() -> None:
+    loss = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    switches = Switches(loss)
+    assert not switches.take_changes()
+    loss[1].num_batches_tracked += 1
+    assert [switches.take_changes() for _ in range(2)] == [True, False]

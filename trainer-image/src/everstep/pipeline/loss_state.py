@@ -136,10 +136,9 @@ class Switches:
 
     def take_changes(self) -> bool:
         """Tell whether one of them is not 0 any more, which is told once of each."""
-        on = [(held, name) for held, name in self._off if not _is_off(held.get(name, 0))]
-        if on:
-            self._off = [each for each in self._off if each not in on]
-        return bool(on)
+        off = [(held, name) for held, name in self._off if _is_off(held.get(name, 0))]
+        before, self._off = self._off, off
+        return len(off) < len(before)
 
 
 def _is_off(value: Any) -> bool:
