@@ -276,7 +276,8 @@ def fill_small(weights: Sequence[torch.Tensor]) -> bool:
 
 def _find_size(weight: torch.Tensor) -> float:
     """Return how large a matrix is beside one that keeps the size of what it is given."""
-    return float(weight.detach().abs().double().square().mean().sqrt()) * float(weight[0].numel()) ** 0.5
+    size: float = weight.detach().abs().double().square().mean().sqrt().item() * weight[0].numel() ** 0.5
+    return size
 
 
 def look_again(
