@@ -96,14 +96,18 @@ def test_how_far_a_job_came_is_told_by_pod_0_though_another_pods_end_was_seen_fi
         0,
         0,
         word=parse_termination_message(
-            '{"result": "succeeded", "epoch": 1, "generation": 1, "progress": {"step": 7, "totalSteps": 7},'
-            ' "checkpoint": {"step": 6}}'
+            '{"result": "succeeded", "epoch": 1, "generation": 2, "progress": {"step": 7, "totalSteps": 7},'
+            ' "checkpoint": {"step": 6}, "generationHistory": ["1.1 Application"]}'
         ),
     )
     world.reconcile()
     assert world.status.progress is not None
     assert world.status.checkpoint is not None
     assert (world.status.progress.step, world.status.checkpoint.step) == (7, 6)
+    assert [(c.id, c.cause.value) for c in world.status.restarts.charges] == [("1.1", "Application")]
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == "ApplicationError"
+    world.now += 7200
     assert not world.reconcile().changed, "it is written once"
 
 

@@ -29,6 +29,7 @@ from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.gang import BLOCKED_REASONS
 from everstep_operator.plan.plan_context import PlanContext, to_utc
 from everstep_operator.plan.pod_replacement import LOSS_REASONS
+from everstep_operator.plan.restart_budget import charge_ended_generations
 from everstep_operator.plan.usage import find_booking_time, update_usage
 
 WRITE_INTERVAL_SECONDS = 30.0
@@ -101,7 +102,8 @@ def update_ended_status(s: PlanContext) -> TrainingJobStatus:
     edited since, the job has ended as it did, and tools that wait for the status to be of it need not go on.
 
     With what pod 0 said last, where another pod's end was seen before its own: only its agent knows how far the job
-    came.
+    came, and which restarts there were while nobody asked. Of a job that has failed these are not counted: the newest
+    may be what has ended it.
     """
     status, generation = s.status, s.job.metadata.generation
     if status.observed_generation != generation:
@@ -109,11 +111,16 @@ def update_ended_status(s: PlanContext) -> TrainingJobStatus:
         status = status.model_copy(update={"observed_generation": generation, "conditions": conditions})
     if s.head is None or s.head.ended is None or s.head.ended.word is None:
         return status
+    told: dict[str, object] = {}
     progress, checkpoint = _update_progress(s, (status.epoch, status.generation)), update_checkpoint(s)
     # A rate alone that is told a little otherwise is not worth a write.
-    if _find_step(progress) == _find_step(status.progress) and _find_step(checkpoint) == _find_step(status.checkpoint):
-        return status
-    return status.model_copy(update={"progress": progress, "checkpoint": checkpoint})
+    if _find_step(progress) != _find_step(status.progress) or _find_step(checkpoint) != _find_step(status.checkpoint):
+        told |= {"progress": progress, "checkpoint": checkpoint}
+    if s.phase is Phase.SUCCEEDED:
+        account = charge_ended_generations(s, over=True)
+        if account.restarts != status.restarts:
+            told |= {"restarts": account.restarts, "last_failure": account.last_failure or status.last_failure}
+    return status.model_copy(update=told) if told else status
 
 
 def _find_step(told: TrainingProgress | CheckpointStatus | None) -> int | None:
