@@ -8,7 +8,7 @@ import shutil
 import ssl
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,6 +93,12 @@ class ControlPlane:
     def audit_log(self) -> Path:
         """JSON lines: metadata of every request but the control plane's own reads; pods written or removed in full."""
         return self.folder / "audit.log"
+
+    def read_audit_log(self) -> Iterator[str]:
+        """Yield the lines of the audit log, first those of the part that was put aside when it had grown too large."""
+        for path in (*sorted(self.folder.glob("audit-*.log")), self.audit_log):
+            with path.open() as log:
+                yield from log
 
     def start(self) -> None:
         """Return when the API server is ready: about three seconds with built binaries."""

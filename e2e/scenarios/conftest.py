@@ -78,8 +78,8 @@ def _assert_no_index_had_two_pods(namespace: str) -> None:
     cluster = backend.choose()
     if not isinstance(cluster, LocalCluster):
         return  # another kind keeps no such log
-    with cluster.control.audit_log.open() as log:
-        assert not two_by_operator(log, namespace, f"system:serviceaccount:{deploy.SYSTEM}:everstep", cluster.broken)
+    log, operator = cluster.control.read_audit_log(), f"system:serviceaccount:{deploy.SYSTEM}:everstep"
+    assert not two_by_operator(log, namespace, operator, cluster.broken)
 
 
 @pytest.fixture

@@ -67,8 +67,7 @@ def jobs_live_while_the_operator_is_killed(cluster: Cluster, namespace: str, job
 
     for name in names:
         ends_as_it_would_have(cluster, namespace, name)
-    with backend.local_cluster().control.audit_log.open() as log:
-        seen = lives(log, namespace)
+    seen = lives(backend.local_cluster().control.read_audit_log(), namespace)
     assert {life.job for life in seen} >= {name for name in names if kind_of(name) != "deleted"}
     assert not two_at_once(seen)
 

@@ -142,8 +142,7 @@ def test_a_storm_leaves_weights_and_losses_as_they_are_without_it(
     restarts = job["status"]["restarts"]
     ids = [charge["id"] for charge in restarts["charges"]]
     assert len(ids) == len(set(ids)), f"a generation is charged twice: {ids}"
-    with backend.local_cluster().control.audit_log.open() as log:
-        seen = lives(log, namespace)
+    seen = lives(backend.local_cluster().control.read_audit_log(), namespace)
     for life in seen:
         life.forced &= life.uid not in run.given_up
     assert not two_at_once(seen)

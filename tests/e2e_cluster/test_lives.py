@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+from e2e.cluster.controlplane import ControlPlane
 from e2e.lives import lives, two_at_once, two_by_operator
 
 NODE, OPERATOR = "system:node:node-1", "system:serviceaccount:everstep-system:everstep"
@@ -69,3 +71,9 @@ def test_what_made_nothing_does_not_count() -> None:
     refused = line("create", "y", 1, responseStatus={"code": 409})
     other = line("create", "z", 1, objectRef={"resource": "pods", "namespace": "other"})
     assert not wrong(dry, refused, other, line("create", "a", 2), line("create", "c", 3)[:-1])
+
+
+def test_a_log_of_which_a_part_was_put_aside_is_read_from_its_beginning(tmp_path: Path) -> None:
+    (tmp_path / "audit-2026-11-29T23-55-02.255.log").write_text("one\n")
+    (tmp_path / "audit.log").write_text("two\n")
+    assert list(ControlPlane.open(tmp_path).read_audit_log()) == ["one\n", "two\n"]
