@@ -40,6 +40,7 @@ SHAPES = {"1x1000": Shape(1, 1000, 2.3, 2.0), "100x10": Shape(100, 10, 3.5, 2.5)
 # Jobs and pods of each, and rounds: until ten thousand pods run and are gone again, five minutes and more go by.
 LARGEST = {"1x2000": (1, 2000, REPEATS), "10x1000": (10, 1000, 1)}
 MEMORY = {"operator-rss-5000": (10, 500, 150), "operator-rss-10000": (10, 1000, 300)}  # jobs, pods of each, MiB
+VS_BARE = "scale-raised-vs-bare-1x1000"
 NAMES = (
     "requests-per-pod-1x1000",
     "requests-per-pod-100x10",
@@ -50,7 +51,7 @@ NAMES = (
     "scale-100x10",
     "scale-raised-1x1000",
     "scale-raised-100x10",
-    "scale-raised-vs-bare-1x1000",
+    VS_BARE,
     *(f"scale-{name}" for name in LARGEST),
     *MEMORY,
     "operator-idle",
@@ -126,14 +127,14 @@ def rows(cluster: Cluster, wanted: set[str], repeats: int = REPEATS) -> Iterator
             if f"scale-{name}" in wanted:
                 yield scale(cluster, Row(f"scale-{name}", "s", 1.15), jobs, pods, bare, rounds)
         raised = [name for name in SHAPES if f"scale-raised-{name}" in wanted]
-        if raised or wanted & {"scale-raised-vs-bare-1x1000", *MEMORY}:
+        if raised or wanted & {VS_BARE, *MEMORY}:
             local.restart_controllers(RAISED)
             try:
                 for name in raised:
                     row, shape = Row(f"scale-raised-{name}", "s", 1.0, strict=True), SHAPES[name]
                     yield scale(cluster, row, shape.jobs, shape.pods, indexed)
-                if "scale-raised-vs-bare-1x1000" in wanted:
-                    yield scale(cluster, Row("scale-raised-vs-bare-1x1000", "s", 1.5), 1, 1000, bare)
+                if VS_BARE in wanted:
+                    yield scale(cluster, Row(VS_BARE, "s", 1.5), 1, 1000, bare)
                 for name, (jobs, pods, most) in MEMORY.items():
                     if name in wanted:  # about a steady state: here it is reached a minute sooner
                         yield measure_memory(cluster, Row(name, "MiB", most, absolute=True), jobs, pods)

@@ -142,8 +142,7 @@ class Timeouts(ApiModel):
     """Sets the times after which the operator fails the job."""
 
     pending: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=6)
-    """Longest time without enough capacity for all pods, less the time in which a queue, such as Kueue, keeps pods from
-    the scheduler."""
+    """Longest time without enough capacity for all pods. It begins anew when a queue, as Kueue, has let them go."""
     startup: Annotated[Duration, limit_duration("1s", "1d")] = timedelta(minutes=10)
     """Longest time from pods on nodes until all ranks are started. In a job that has run, from when all containers are
     started: for images, Secrets and volumes it waits as long as for capacity, and `startup` besides."""

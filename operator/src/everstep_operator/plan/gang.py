@@ -24,8 +24,8 @@ without. One that wants more than the quota's limit, as far as the API server ha
 large. But how much is left for the gangs nobody tells: the oldest may want more. So it gives back too, as late as a
 gang that is alone, and leaves the quota to the others for a while.
 
-A gang of which a queue (Kueue) keeps all pods from the scheduler wants no node yet: it counts for those alone of which
-the same or another queue keeps pods, too.
+A gang without a node, of which a queue (Kueue) keeps pods from the scheduler, wants none yet: it counts for those alone
+of which the same or another queue keeps pods, too.
 
 A gang that anything else than nodes blocks (a quota, a webhook) does not hold nodes that others wait for, however old
 it is: it gives them back as soon as what younger gangs have given back would have helped it (if it has run, as late as
