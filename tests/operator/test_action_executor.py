@@ -16,6 +16,7 @@ from everstep.agent.wire.auth import job_token
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.cluster import action_executor, errors
 from everstep_operator.cluster.action_executor import ActionExecutor, JobRef, StaleObject, check_ownership
+from everstep_operator.cluster.admitted_pods import AdmittedPods
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.cache import ClusterCache
 from everstep_operator.cluster.disruption_budgets import DisruptionBudgets
@@ -59,9 +60,8 @@ def objects() -> Any:
 async def actor(objects: Any) -> ActionExecutor:
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(objects, (KEY,))
-    return ActionExecutor(
-        objects, cache, leaders, AgentCode(b"code"), frozen, (KEY,), DisruptionBudgets(objects, enabled=True)
-    )
+    budgets = DisruptionBudgets(objects, enabled=True)
+    return ActionExecutor(objects, cache, leaders, AgentCode(b"code"), frozen, (KEY,), budgets, AdmittedPods(objects))
 
 
 @pytest.mark.parametrize("change", [{"metadata": {"resourceVersion": "2"}}, {"spec": {"later": "new"}}])
@@ -78,6 +78,21 @@ async def test_nothing_is_made_for_pods_of_a_job_that_is_not_as_it_was_observed(
     with pytest.raises(errors.Conflict):
         await actor.execute(dataclasses.replace(JOB, confirmed=False), actions)
     assert list(objects.there) == [("trainingjobs", JOB.name)]
+
+
+async def test_the_answer_to_the_creation_of_a_pod_tells_what_admission_made_of_it(
+    actor: ActionExecutor, objects: Any
+) -> None:
+    """To read it, too, would cost each job a request while its kubelets begin."""
+    objects.mutate = lambda body: {**body, "spec": {**body["spec"], "overhead": {"cpu": "3"}}}
+    assert await actor.execute(JOB, [CreatePods((0, 1), 1, resolved(job().build(), 1))]) == (None, None)
+    admitted = actor.admitted.get(JOB.key, JOB.uid, 1)
+    assert admitted is not None
+    assert admitted.spec["overhead"] == {"cpu": "3"}
+    assert actor.cache.pods.get((JOB.namespace, "digits-1")) is not None
+    objects.there[("pods", "digits-0")]["spec"]["overhead"] = {"cpu": "4"}
+    await actor.execute(JOB, [CreatePods((0, 1), 1, resolved(job().build(), 1))])
+    assert actor.admitted.get(JOB.key, JOB.uid, 1) == admitted, "pods that are there may be of any template"
 
 
 async def test_a_strangers_secret_is_left_alone_whatever_is_lost(actor: ActionExecutor, objects: Any) -> None:

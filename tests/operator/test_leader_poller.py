@@ -233,7 +233,7 @@ async def test_sixteen_hanging_leaders_cost_twenty_healthy_jobs_nothing(
             return all(view is not None and view.reachable for view in views)
 
         await until(all_answer, "every leader answers the poll", 120)
-        actor: Any = ActionExecutor(None, None, woken.poller, AgentCode(b""), None, (b"key",), None)  # type: ignore[arg-type]
+        actor: Any = ActionExecutor(None, None, woken.poller, AgentCode(b""), None, (b"key",), None, None)  # type: ignore[arg-type]
         queue = collections.deque(leaders)
 
         async def work() -> None:  # one of the operator's workers; the hanging leaders' jobs come first

@@ -101,16 +101,15 @@ async def reconciler(server: Any) -> Reconciler:
     cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     server.jobs = cache.jobs
     leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server, (b"key",))
-    actor = ActionExecutor(
-        server, cache, leaders, AgentCode(b"code"), frozen, (b"key",), DisruptionBudgets(server, enabled=False)
-    )
     gangs, clock = WaitingGangs(lambda _: None), CREATED.timestamp
+    budgets, nodes = DisruptionBudgets(server, enabled=False), NodeDirectory(server, cache, clock)
+    actor = ActionExecutor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",), budgets, nodes.admitted)
     leases = NodeLeases(server, cache, queue.add, clock=clock, silence=0)
     failures = NodeFailures(
         server, "everstep-system", window=86_400.0, clock=clock, count_nodes=lambda: 4, has_node=lambda _: True
     )
     return Reconciler(
-        server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), leases, failures, actor,
+        server, cache, queue, leaders, frozen, gangs, nodes, leases, failures, actor,
         PlanSettings(operator_key=b"key", agent_digest=actor.agent.digest), (b"key",), clock,
     )  # fmt: skip
 

@@ -136,7 +136,7 @@ def test_a_released_set_that_is_denied_is_tried_again_though_its_template_is_gon
 def test_a_set_that_was_placed_and_lost_is_tried_again_though_its_template_is_gone() -> None:
     world = World(job().nodes(4).build())
     world.reconcile()
-    world.bind()
+    world.tick()
     world.reconcile()
     assert world.phase == "Starting"
     world.config_maps.clear()

@@ -86,13 +86,14 @@ def test_a_pod_its_leader_calls_unclean_is_replaced_once() -> None:
 def test_pods_that_the_kubelet_refuses_are_not_made_again_at_once() -> None:
     world = World(job().nodes(2).build())
     world.reconcile()
+    world.now += 1
     world.bind()
     refused = ContainerEnd(None, None, "UnexpectedAdmissionError", "no devices", world.now)
     world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=refused)
     made = world.reconcile()
     assert deleted(made) == []
-    assert made.requeue_at == world.now + 10
-    world.now += 10
+    assert made.requeue_at == world.now + 9
+    world.now += 9
     assert deleted(world.reconcile()) == ["digits-1"]
 
 
@@ -208,6 +209,7 @@ def test_a_pod_of_a_former_job_that_a_finalizer_keeps_is_named_with_it() -> None
         former, deleting_since=world.now, finalizers="example.com/hold", scheduled_at=None
     )
     world.reconcile()
+    world.now += 1
     world.reconcile()
     said = world.status.conditions[0].message
     assert said == "pod digits-1 has ended and cannot be replaced before its finalizers are gone: example.com/hold"

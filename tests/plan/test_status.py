@@ -28,6 +28,21 @@ def test_a_held_back_change_has_its_time() -> None:
     assert made.requeue_at == world.written_at + 30 if world.written_at else False
 
 
+def test_phases_that_pass_within_a_moment_are_one_write() -> None:
+    """While kubelets begin with the pods, the API server has better things to do."""
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    assert world.phase == "Scheduling"
+    world.bind()
+    held = world.reconcile()
+    assert not held.changed
+    assert not held.events
+    assert held.requeue_at == world.now + 0.5
+    world.now += 0.5
+    world.reconcile()
+    assert world.phase == "Starting"
+
+
 def test_the_last_progress_comes_with_the_end() -> None:
     world = World(job().build()).run("Running")
     world.train(500)

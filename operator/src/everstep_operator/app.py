@@ -84,10 +84,12 @@ class Operator:
         self.frozen = FrozenTemplates(client, operator_keys)
         self.gangs = WaitingGangs(self._requeue_in_a_moment)
         budgets = DisruptionBudgets(client, enabled=settings.disruption_budget)
-        actor = ActionExecutor(client, self.cache, self.leaders, agent, self.frozen, operator_keys, budgets)
+        nodes = NodeDirectory(client, self.cache, client.clock.now)
+        actor = ActionExecutor(
+            client, self.cache, self.leaders, agent, self.frozen, operator_keys, budgets, nodes.admitted
+        )
         actor.requests = FairSemaphore(settings.parallel_creates)
         client.throttled = actor.requests.slow_down
-        nodes = NodeDirectory(client, self.cache, client.clock.now)
         self.leases = NodeLeases(
             client, self.cache, self.queue.add, clock=client.clock.now, silence=settings.node_silence
         )

@@ -20,6 +20,7 @@ import structlog
 from everstep.agent.wire.auth import job_token
 from everstep_operator.api.reasons import Reason
 from everstep_operator.cluster import agent_code, errors, events
+from everstep_operator.cluster.admitted_pods import AdmittedPods
 from everstep_operator.cluster.agent_code import AgentCode
 from everstep_operator.cluster.api_answer import ApiObject, Decode, decode_body
 from everstep_operator.cluster.cache import ClusterCache
@@ -76,6 +77,7 @@ class ActionExecutor:
     frozen: FrozenTemplates
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     budgets: DisruptionBudgets
+    admitted: AdmittedPods
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
     _names_due: dict[str, float] = field(default_factory=dict)  # by UID of jobs of many pods: see `_name_pods`
     # Versions of Services that were made here and select pod 0 alone, likewise. A job may wait for nodes for days.
@@ -354,11 +356,15 @@ class ActionExecutor:
             await self.client.create(PODS, job.namespace, dict(action.body), dry_run=True)
 
     async def _create_pods(self, job: JobRef, action: act.CreatePods) -> None:
-        await self._run_in_parallel(job, (self._create_pod(job, action, index) for index in action.indices))
+        first = next(iter(action.indices), None)
+        work = (self._create_pod(job, action, index, is_sample=index == first) for index in action.indices)
+        await self._run_in_parallel(job, work)
 
-    async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int) -> None:
+    async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int, *, is_sample: bool) -> None:
         body = build_pod(action.frozen, index, action.epoch, action.leader, action.avoid, action.shun)
-        made, is_new = await self._ensure(PODS, job, body, decode_pod)
+        made, is_new = await self._ensure(PODS, job, body, decode_body if is_sample else decode_pod)
+        if is_sample and is_new:
+            self.admitted.note(job.key, job.uid, action.frozen.epoch, made)
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
         name = made["metadata"]["name"]
         if not is_new and self.cache.pods.get((job.namespace, name)) is None:

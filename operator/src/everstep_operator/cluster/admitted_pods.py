@@ -2,7 +2,7 @@
 overhead of a RuntimeClass, tolerations for the resources of a pod, containers that a webhook adds.
 
 A template tells nothing of them, and a set that is counted without them seems to fit on nodes that cannot hold it, or
-the reverse. So one pod of each waiting set is read, once.
+the reverse. So one pod of each waiting set is known: from the answer to its creation, or it is read, once.
 """
 
 from __future__ import annotations
@@ -64,10 +64,20 @@ class AdmittedPods:
         except (errors.ApiError, errors.Unreachable) as error:
             log.info("cannot read an admitted pod", pod=f"{key[0]}/{mine[0].name}", error=str(error))
             return
-        if raw["metadata"].get("uid") != mine[0].uid:
-            return
-        spec = _pick_spec(raw.get("spec") or {})
-        self._known[key] = AdmittedPod(mine[0].uid, job, template, spec, json.dumps(spec, sort_keys=True))
+        if raw["metadata"].get("uid") == mine[0].uid:
+            self.note(key, job, template, raw)
+
+    def note(self, key: Key, job: str, template: int, raw: Mapping[str, Any]) -> None:
+        """Keep a pod of the job's set.
+
+        Args:
+            key: Namespace and name of the job.
+            job: UID of the job.
+            template: The epoch of its template.
+            raw: The pod, as the API server gives it.
+        """
+        spec, uid = _pick_spec(raw.get("spec") or {}), str(raw["metadata"].get("uid") or "")
+        self._known[key] = AdmittedPod(uid, job, template, spec, json.dumps(spec, sort_keys=True))
 
     def get(self, key: Key, job: str, template: int) -> AdmittedPod | None:
         """Return what was read of this set, or None. Pods that it has given back since tell as much."""

@@ -10,6 +10,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import (
     MAX_TRANSITIONS,
     CheckpointStatus,
+    Condition,
     ConditionType,
     Phase,
     Timings,
@@ -33,6 +34,9 @@ from everstep_operator.plan.restart_budget import charge_ended_generations
 from everstep_operator.plan.usage import find_booking_time, update_usage
 
 WRITE_INTERVAL_SECONDS = 30.0
+# A job that forms is in several phases within a moment. A status of each would cost the API server as much as the pods
+# do, in the very moment in which kubelets begin with them.
+FORMING_INTERVAL_SECONDS = 0.5
 _TIMING_OF_PHASE = {
     Phase.PENDING: "pending",
     Phase.SCHEDULING: "scheduling",
@@ -42,6 +46,8 @@ _TIMING_OF_PHASE = {
 }
 _PHASES_THAT_GO_ON = frozenset({Phase.SCHEDULING, Phase.STARTING, Phase.RUNNING, Phase.RESTARTING})
 _WARNING_PHASES = frozenset({Phase.FAILED, Phase.RESTARTING})
+_FORMING = frozenset({Phase.PENDING, Phase.SCHEDULING, Phase.STARTING})
+_FORMING_REASONS = frozenset({Reason.WAITING_FOR_CAPACITY, Reason.SCHEDULED})
 
 
 def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus, tuple[JobEvent, ...], float | None]:
@@ -85,6 +91,9 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
             return old, (), wake
         if s.now < min(dues):
             return old, (), min(dues) if wake is None else min(*dues, wake)
+    if s.now < written_at + FORMING_INTERVAL_SECONDS and _only_forms_on(s, decision, new):
+        due = written_at + FORMING_INTERVAL_SECONDS
+        return old, (), due if wake is None else min(due, wake)
     changed_phase = decision.phase is not old.phase or decision.phase is Phase.PENDING or decision.again
     warns = decision.phase in _WARNING_PHASES or decision.stalled
     said = decision.message or decision.reason.meaning
@@ -163,6 +172,23 @@ def _starts_transition(s: PlanContext, decision: Decision) -> bool:
         # Why a pod was lost is charged by what stands here, when the pod is gone before its generation has ended.
         or (s.open.reason == Reason.RESTARTING and decision.reason in LOSS_REASONS)
     )
+
+
+def _only_forms_on(s: PlanContext, decision: Decision, new: TrainingJobStatus) -> bool:
+    """Return whether a status tells nothing but that the first set of pods waits for nodes, or has them."""
+    if s.open is None or s.phase not in _FORMING or s.open.reason in BLOCKED_REASONS:
+        return False
+    if decision.phase not in _FORMING or decision.reason not in _FORMING_REASONS or decision.stalled:
+        return False
+    if _list_other_conditions(new) != _list_other_conditions(s.status):
+        return False
+    told = ("phase", "transitions", "timings", "conditions", "ready_nodes", "usage")
+    return new.model_copy(update={name: getattr(s.status, name) for name in told}) == s.status
+
+
+def _list_other_conditions(status: TrainingJobStatus) -> list[Condition]:
+    """Return the conditions that tell more than where a job is on its way."""
+    return [each for each in status.conditions if each.type not in (ConditionType.READY, ConditionType.RECONCILING)]
 
 
 def _update_transitions(s: PlanContext, decision: Decision) -> list[Transition]:
