@@ -127,15 +127,19 @@ class Mounted(Bare):
 
 
 class Indexed:
-    """An Indexed Job with a headless service: what most users write themselves."""
+    """An Indexed Job with a headless service: what most users write themselves.
 
-    def __init__(self, restart_policy: str = "Never") -> None:
-        self._restart_policy = restart_policy
+    Unless they forbid it, its pods mount a token of their service account: ``token``.
+    """
+
+    def __init__(self, restart_policy: str = "Never", *, token: bool = False) -> None:
+        self._restart_policy, self._token = restart_policy, token
 
     def create(self, site: Site, tag: str, world: int, **env: str) -> None:
         site.cluster.request("POST", f"/api/v1/namespaces/{site.namespace}/services", service(tag))
         place = {"WORLD": str(world), "MASTER_ADDR": f"{tag}-0.{tag}"} | env
         spec = pod_spec(site, tag, place) | {"subdomain": tag, "restartPolicy": self._restart_policy}
+        spec["automountServiceAccountToken"] = self._token
         body = {
             "apiVersion": "batch/v1",
             "kind": "Job",

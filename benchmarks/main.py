@@ -36,6 +36,7 @@ ON_NODES: dict[str, Callable[[Site], Row]] = {
     "pod-deleted": restart.pod_deleted,
     "startup-vs-mounted-4": start.startup_vs_mounted_4,
     "startup-vs-indexed-4": start.startup_vs_indexed_4,
+    "startup-vs-token-4": start.startup_vs_token_4,
     "startup-mpi-4": mpi.startup_mpi_4,
 }
 NAMES = (*LOCAL, *ON_NODES, *scale.NAMES)
