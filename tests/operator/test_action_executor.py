@@ -83,7 +83,6 @@ async def test_nothing_is_made_for_pods_of_a_job_that_is_not_as_it_was_observed(
 async def test_the_answer_to_the_creation_of_a_pod_tells_what_admission_made_of_it(
     actor: ActionExecutor, objects: Any
 ) -> None:
-    """To read it, too, would cost each job a request while its kubelets begin."""
     objects.mutate = lambda body: {**body, "spec": {**body["spec"], "overhead": {"cpu": "3"}}}
     assert await actor.execute(JOB, [CreatePods((0, 1), 1, resolved(job().build(), 1))]) == (None, None)
     admitted = actor.admitted.get(JOB.key, JOB.uid, 1)
