@@ -103,6 +103,15 @@ def test_nobody_gives_way_to_one_that_a_queue_keeps_from_the_scheduler() -> None
     assert hold(dataclasses.replace(young, gated=True), queued, grew_at=900), "what it holds, the older is queued for"
 
 
+def test_the_oldest_holds_nothing_for_ever_of_which_a_queue_keeps_pods() -> None:
+    """A quota of Kueue that it exceeds has room for three of its four pods, and meanwhile for nobody else's."""
+    me, queued = view("me", 0, scheduled=3, gated=True), view("b", 1, wanted=1, gated=True)
+    for recovering in (False, True):
+        me = dataclasses.replace(me, recovering=recovering)
+        assert not hold(me, queued, now=gang.STALL_SECONDS_ALONE - 1)
+        assert hold(me, queued, now=gang.STALL_SECONDS_ALONE)
+
+
 def test_alone_it_gives_back_late() -> None:
     assert not hold(view("me", 0, scheduled=2), now=gang.STALL_SECONDS_ALONE - 1)
     assert hold(view("me", 0, scheduled=2), now=gang.STALL_SECONDS_ALONE)

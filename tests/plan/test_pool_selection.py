@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
+
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.status import ConditionType
 from everstep_operator.cluster.job_memory import JobMemory
@@ -13,7 +15,7 @@ from everstep_operator.plan.plan_settings import PlanSettings
 from everstep_operator.plan.pod_manifest import build_pod
 from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import job, pool
-from tests.plan.world import World
+from tests.plan.world import START, World
 
 STORE = {"store": "s3://bucket/run"}
 
@@ -84,6 +86,23 @@ def test_while_a_queue_keeps_pods_from_the_scheduler_no_pool_lacks_nodes() -> No
     assert made.now >= opened + 890, "the pool has had its wait"
     made.capacity = 10
     made.run("Running")
+
+
+@pytest.mark.parametrize("seconds", [1, 119, 290])
+def test_the_wait_begins_when_the_gates_are_gone_though_nobody_has_looked_since_long_before(seconds: float) -> None:
+    """Nothing wakes a job that is queued: the look before may be as old as a resync, or the wait."""
+    made = QueuedWorld(job().nodes(2).spot(wait="2m").build())
+    made.pools = {"spot": pool("spot").build(), "on-demand": pool("on-demand").build()}
+    made.reconcile()
+    made.bind()
+    made.reconcile()
+    made.now += seconds
+    made.closed = False
+    made.bind()
+    for passed, at in (("spot", 0), ("spot", 119), ("on-demand", 120)):
+        made.now += at - (made.now - START - seconds)
+        made.reconcile()
+        assert chosen(made) == passed
 
 
 def test_the_last_pool_is_kept() -> None:

@@ -72,6 +72,32 @@ def test_pending_does_not_count_while_a_queue_keeps_pods_from_the_scheduler(has_
     assert ends == [False, False, True]
 
 
+def test_a_job_that_a_queue_has_evicted_does_not_run_meanwhile() -> None:
+    """It may keep it over a weekend, and a job may run for a day by default."""
+    world = World(job().nodes(2).timeouts(pending="7d", runtime="2h").build()).run("Running")
+    world.now += 3600
+    for index in range(2):
+        world.delete(index, disruption="WorkloadEvictedDueToPreempted")
+    world.capacity = 0
+    world.reconcile()
+    world.bury()
+    world.reconcile()
+    world.pods = {name: replace(pod, gated=True) for name, pod in world.pods.items()}
+    for _ in range(60):
+        world.reconcile()
+        world.now += 3600
+    assert world.phase == "Scheduling"
+    world.pods = {name: replace(pod, gated=False) for name, pod in world.pods.items()}
+    world.capacity = 2
+    world.run("Running")
+    assert [(c.id, c.cause.value) for c in world.status.restarts.charges] == [("1.1", "Preemption")]
+    world.now += 3500
+    world.reconcile()
+    assert world.phase == "Running"
+    world.run("Stopping", limit=200)
+    assert world.status.transitions[-1].reason == "RuntimeTimeout"
+
+
 def test_pending_starts_anew_after_a_resume() -> None:
     world = World(job().timeouts(pending="5m").suspended().build())
     world.reconcile()

@@ -24,19 +24,23 @@ class JobMemory:
     status_written_at: float | None = None  # by us, for what may wait for the next write
     edit_reported_at: float | None = None  # when its users were last told that somebody has changed its status
     scale_up_at: float | None = None  # when a node was last promised to a pod of the job
-    gated_at: float | None = None  # when one of its pods was last seen that a queue keeps from the scheduler
+    gated: bool = False  # a queue kept pods of it from the scheduler at the last look
+    gated_at: float | None = None  # until when one did, as far as it was seen
     status_refused: bool = False  # its users have been told so
     unreadable: int | None = None  # the version of which they have been told that it breaks the rules
     kept: dict[str, Any] = field(default_factory=dict)  # fields of the status that the CRDs have no place for
     read: tuple[CacheEntry[Mapping[str, Any]], TrainingJob] | None = None  # what is stored, and the job that it says
 
     def note_gates(self, pods: Iterable[PodView], now: float) -> float | None:
-        """Return when a pod of the job was last seen with scheduling gates: nothing tells when they have gone.
+        """Return until when pods of the job had scheduling gates. The first look without any is that time: nothing else
+        tells when they have gone, and the look before may be minutes older.
 
         Args:
             pods: Its pods, as they are now.
             now: Unix seconds.
         """
-        if any(pod.gated and pod.live for pod in pods):
+        gated = any(pod.gated and pod.live for pod in pods)
+        if gated or self.gated:
             self.gated_at = now
+        self.gated = gated
         return self.gated_at

@@ -25,7 +25,8 @@ large. But how much is left for the gangs nobody tells: the oldest may want more
 gang that is alone, and leaves the quota to the others for a while.
 
 A gang without a node, of which a queue (Kueue) keeps pods from the scheduler, wants none yet: it counts for those alone
-of which the same or another queue keeps pods, too.
+of which the same or another queue keeps pods, too. One with nodes gives them back as late as a gang that is alone, also
+if it is the oldest: its queue may never have room for all of it, and meanwhile has none for the others.
 
 A gang that anything else than nodes blocks (a quota, a webhook) does not hold nodes that others wait for, however old
 it is: it gives them back as soon as what younger gangs have given back would have helped it (if it has run, as late as
@@ -123,8 +124,10 @@ def judge_hold(
 
 
 def _hold_as_oldest(me: GangView, others: Sequence[GangView], grew_at: float, now: float) -> GangVerdict:
-    if not me.blocked:
+    if not me.blocked and not me.gated:
         return GangVerdict(retry_at=now + RECHECK_SECONDS)
+    if not me.blocked:
+        return _release_after(grew_at + STALL_SECONDS_ALONE, now)
     wanted = not me.recovering and not all(g.quota for g in others)  # nodes are
     patience = PATIENCE_BLOCKED if wanted else STALL_SECONDS_ALONE
     since = max([grew_at, *(g.released_at for g in others if g.released_at is not None)])

@@ -198,7 +198,7 @@ class Observation:
     claims: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # access modes of those that pods mount
     budget: BudgetView | None = None  # None: there is none, or the operator makes none
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
-    gated_at: float | None = None  # a pod was last seen that a queue keeps from the scheduler
+    gated_at: float | None = None  # until when a queue kept pods from the scheduler, as far as it was seen
 
     @cached_property
     def ours(self) -> tuple[PodView, ...]:

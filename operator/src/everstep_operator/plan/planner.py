@@ -279,7 +279,7 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
     if _are_ranks_running(s):
         known = "all pods run; nobody tells of their ranks" if s.degraded else "all ranks are started"
         return Decision(Phase.RUNNING, Reason.RUNNING, known)
-    if s.phase in RUN_PHASES:
+    if s.phase in RUN_PHASES and not _is_queued(s):
         reason, message = _explain_restart(s, account)
         restarting = Decision(Phase.RESTARTING, reason, message, stalled=reason in gang.STALLING_REASONS)
         says_running = s.leader is not None and s.leader.phase == "running"  # again and again, it wakes nobody
@@ -305,6 +305,13 @@ def _determine_phase(s: PlanContext, account: RestartBudget) -> Decision:
     text, again = timeouts.describe_capacity_wait(s)
     text = text or Reason.WAITING_FOR_CAPACITY.meaning
     return Decision(Phase.SCHEDULING, Reason.WAITING_FOR_CAPACITY, text).requeue_at(again)
+
+
+def _is_queued(s: PlanContext) -> bool:
+    """Return whether a job that restarts has no node left, and a queue keeps its pods from the scheduler. It is no
+    longer recovering then: it may wait for days, which `timeouts.runtime` does not count."""
+    waits = s.phase is Phase.RESTARTING and any(pod.gated for pod in s.live)
+    return waits and not any(pod.scheduled for pod in s.current.values())
 
 
 def _are_ranks_running(s: PlanContext) -> bool:
