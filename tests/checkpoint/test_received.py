@@ -315,8 +315,9 @@ def averages_shards(rank: int, folder: Path) -> tuple[list[str], list[str]]:
             ckpt.restore(state=state)
             if not start:
                 state["came"] = parameter.clone()
-                for step in (1, 2):
-                    ckpt.save(step)
+                ckpt.save(1)
+                ckpt.track(state=state, more={"held": torch.zeros_like(parameter)})
+                ckpt.save(2)
     return [each for each in told if "DTensor" in each], [type(state[name]).__name__ for name in ("held", "came")]
 
 

@@ -59,7 +59,8 @@ class ReceivedLeaves:
         self._own: set[str] = set()
         self._empty: dict[str, object] = {}
         self._warned: set[str] = set()
-        self._shards: frozenset[str] | None = None  # of DTensors, held when the objects were named
+        self._named: set[str] = set()  # escaped names of objects of which a state was seen
+        self._shards: set[str] = set()  # names of DTensors that were in it the first time
 
     def begin(self, objects: Mapping[str, object], held: Flat, *, allow_pickle: bool = False) -> None:
         """Note what this rank holds right before a restore.
@@ -71,7 +72,7 @@ class ReceivedLeaves:
         """
         for name, each in objects.items():
             self._recall(names.escape_segment(name), id(each))
-        self._shards = held.shards
+        self._note_shards(held)
         held = self._leave_out(held)
         self._objects = {name: each for name, each in objects.items() if self._group.size > 1 and _is_nested(each)}
         self._allow_pickle = allow_pickle
@@ -115,8 +116,7 @@ class ReceivedLeaves:
         Args:
             flat: All that this rank holds now of some objects.
         """
-        if self._shards is None:
-            self._shards = flat.shards
+        self._note_shards(flat)
         found = self._leave_out(flat)
         self._remember()
         return found
@@ -130,9 +130,16 @@ class ReceivedLeaves:
         self._warn_of_shards(flat)
         self._warn_of_unsaved(flat)
 
+    def _note_shards(self, flat: Flat) -> None:
+        if self._named and not flat.shards:  # each save comes here
+            return
+        new = {object_of(name) for name in flat.values if is_description(name)} - self._named
+        self._named |= new
+        self._shards |= {name for name in flat.shards if object_of(name) in new}
+
     def _warn_of_shards(self, flat: Flat) -> None:
         """Name DTensors that a new process does not hold when it restores: only what it holds tells how they lie."""
-        came = sorted(flat.shards.difference(self._shards or ()) - self._warned)
+        came = sorted(flat.shards - self._shards - self._warned)
         self._warned.update(came)
         if came and self._group.rank == 0:
             _log.warning(
