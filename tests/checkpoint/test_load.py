@@ -303,6 +303,22 @@ def test_reading_beside_a_live_run_in_its_environment_changes_nothing(
     assert {key.attempt for key in list_candidates(ckpt.store)} == {Attempt(3, 7)}
 
 
+def test_a_load_in_the_process_of_a_run_leaves_its_random_generators(tmp_path: Path) -> None:
+    """An evaluation would else have the run draw the same once more; a restore() brings them back, as it has to."""
+    with session(tmp_path) as ckpt:
+        ckpt.restore(model=network())
+        ckpt.save(10)
+        ckpt.wait()
+        drawn = torch.rand(3)
+        model, before = network(1), Rng().state_dict()
+        everstep.load(tmp_path / "store")
+        everstep.load_into(tmp_path / "store", model=model)
+        assert Rng().state_dict() == before
+    with session(tmp_path) as ckpt:
+        ckpt.restore(model=model)
+        assert torch.equal(torch.rand(3), drawn)
+
+
 def entries(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if path.is_file() and "leases" not in path.parts}
 

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import everstep
 from everstep.checkpoint.session.checkpointer import SaveFailed
@@ -297,3 +299,31 @@ def test_a_rank_that_keeps_what_rank_0_has_dropped_is_told_that_it_is_not_saved(
 
 def test_nobody_is_told_what_rank_0_drops_of_what_all_hold(folder: Path) -> None:
     assert ranks.run(3, drops_what_others_keep, folder, False) == [[], [], []]
+
+
+def averages_shards(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    """Averages of a sharded parameter: one is held when the run begins, the other comes with the first step."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("everstep.checkpoint").addHandler(handler)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    for start in (0, 1):
+        state: dict[str, Any] = {"held": torch.zeros_like(parameter)}
+        with session(folder, every="1h") as ckpt:
+            ckpt.restore(state=state)
+            if not start:
+                state["came"] = parameter.clone()
+                ckpt.save(1)
+                ckpt.track(state=state, more={"held": torch.zeros_like(parameter)})
+                ckpt.save(2)
+    return [each for each in told if "DTensor" in each], [type(state[name]).__name__ for name in ("held", "came")]
+
+
+def test_shards_that_a_new_process_will_hold_whole_are_told_of(folder: Path) -> None:
+    (told, kinds), (others, _) = ranks.run(2, averages_shards, folder)
+    assert kinds == ["DTensor", "Tensor"]
+    assert len(told) == 1
+    assert told[0].startswith("state.came is a DTensor that was not there when its object was given to restore()")
+    assert not others, "rank 0 says it for all"

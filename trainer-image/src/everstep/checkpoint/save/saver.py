@@ -413,7 +413,7 @@ class Saver:
                 check_same_step(step, self._group)
                 self._is_agreed = False
             plan = planning.make_save_plan(made, topology.rank, self._group, compare=step is not None)
-            self.received.warn_of_unsaved(found[0])
+            self.received.warn_of_losses(found[0])
         except RankLost as error:
             lost = error.ranks or self._absent()
             raise CheckpointRankLost(lost, "left while ranks planned this save together") from error
@@ -447,4 +447,4 @@ class Saver:
 def _after_a_step(objects: Mapping[str, object], rank: int, how: How, received: ReceivedLeaves) -> Flat:
     flat = flatten_objects(objects, rank=rank, step=None, allow_pickle=how.allow_pickle)
     tensors = flat.tensors | predict_optimizer_tensors(objects, rank=rank)
-    return received.leave_out(Flat(tensors, flat.values, flat.bulk, flat.elsewhere))
+    return received.leave_out(Flat(tensors, flat.values, flat.bulk, flat.elsewhere, shards=flat.shards))

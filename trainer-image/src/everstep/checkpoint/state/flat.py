@@ -50,6 +50,7 @@ class Flat:
     `elsewhere`: names of tensors that another rank's are saved for: see FromRank, and DDP's buffers.
     `classes`: of tensors of nested values and objects, by their names: those that the checkpoint does not record.
     `left_out`: names of what this rank holds and another one saves: see ReceivedLeaves.
+    `shards`: names of DTensors of nested values and objects: the checkpoint does not record how they are laid out.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -58,6 +59,7 @@ class Flat:
     elsewhere: frozenset[str] = frozenset()
     classes: Mapping[str, str] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
+    shards: frozenset[str] = frozenset()
 
     def fitted(
         self, planned: Mapping[str, tuple[Any, ...]], bulk: Collection[str], sign: Callable[[Any], Mapping[str, Any]]
@@ -109,6 +111,7 @@ def flatten_objects(
     bulk: dict[str, Any] = {}
     elsewhere: set[str] = set()
     classes: dict[str, str] = {}
+    shards: set[str] = set()
     sources = {names.escape_segment(name): each.rank for name, each in objects.items() if isinstance(each, FromRank)}
     for kind in bind_kinds(objects, rank=rank, step=step):
         follows = sources.get(kind.prefix, rank) != rank
@@ -135,11 +138,14 @@ def flatten_objects(
             else:
                 tensors[name] = leaf
                 # A module and an optimizer are made by the script, with tensors of their classes.
-                if isinstance(kind, StateValue | StatefulObject) and is_of_own_class(leaf):
-                    classes[name] = type(leaf).__name__
+                if isinstance(kind, StateValue | StatefulObject):
+                    if is_of_own_class(leaf):
+                        classes[name] = type(leaf).__name__
+                    if is_dtensor(leaf):
+                        shards.add(name)
         if isinstance(kind, StateValue) and not kind.takes_in:  # it can be saved, as every number can
             raise CheckpointError(_tell_immutable(kind.prefix, kind.value))
-    return Flat(tensors, values, bulk, frozenset(elsewhere & tensors.keys()), classes)
+    return Flat(tensors, values, bulk, frozenset(elsewhere & tensors.keys()), classes, shards=frozenset(shards))
 
 
 def _leaves_of(kind: ObjectKind) -> Iterator[tuple[str, Any]]:

@@ -59,6 +59,8 @@ class ReceivedLeaves:
         self._own: set[str] = set()
         self._empty: dict[str, object] = {}
         self._warned: set[str] = set()
+        self._named: set[str] = set()  # escaped names of objects of which a state was seen
+        self._shards: set[str] = set()  # names of DTensors that were in it the first time
 
     def begin(self, objects: Mapping[str, object], held: Flat, *, allow_pickle: bool = False) -> None:
         """Note what this rank holds right before a restore.
@@ -70,6 +72,7 @@ class ReceivedLeaves:
         """
         for name, each in objects.items():
             self._recall(names.escape_segment(name), id(each))
+        self._note_shards(held)
         held = self._leave_out(held)
         self._objects = {name: each for name, each in objects.items() if self._group.size > 1 and _is_nested(each)}
         self._allow_pickle = allow_pickle
@@ -113,11 +116,41 @@ class ReceivedLeaves:
         Args:
             flat: All that this rank holds now of some objects.
         """
+        self._note_shards(flat)
         found = self._leave_out(flat)
         self._remember()
         return found
 
-    def warn_of_unsaved(self, flat: Flat) -> None:
+    def warn_of_losses(self, flat: Flat) -> None:
+        """Say what a process that is started again will not have as it is here. Collective.
+
+        Args:
+            flat: What leave_out() returned for the save that is planned.
+        """
+        self._warn_of_shards(flat)
+        self._warn_of_unsaved(flat)
+
+    def _note_shards(self, flat: Flat) -> None:
+        if self._named and not flat.shards:  # each save comes here
+            return
+        new = {object_of(name) for name in flat.values if is_description(name)} - self._named
+        self._named |= new
+        self._shards |= {name for name in flat.shards if object_of(name) in new}
+
+    def _warn_of_shards(self, flat: Flat) -> None:
+        """Name DTensors that a new process does not hold when it restores: only what it holds tells how they lie."""
+        came = sorted(flat.shards - self._shards - self._warned)
+        self._warned.update(came)
+        if came and self._group.rank == 0:
+            _log.warning(
+                "%s%s is a DTensor that was not there when its object was given to restore() or track(): a run that is "
+                "started again gets it as a plain tensor, whole on each rank. Put it there before, as zeros_like() of "
+                "its parameter; give an optimizer or a module under a name of its own",
+                came[0],
+                f" and {len(came) - 1} more" if len(came) > 1 else "",
+            )
+
+    def _warn_of_unsaved(self, flat: Flat) -> None:
         """Say what this rank leaves to rank 0 and rank 0 holds no more. Collective.
 
         That rank 0 has dropped what is its own, and that each rank has dropped what others keep, look the same on two
