@@ -84,6 +84,18 @@ def mean_of_weights(output: Any, targets: Any) -> Any:
     return (losses * targets["weights"]).sum() / targets["weights"].sum()
 
 
+def labels(number: int, rare: bool) -> Step:
+    drawn = (draw(number, SAMPLES, CLASSES) > 0).float()
+    drawn[0], drawn[1] = 0, 1
+    drawn[4, 1:3] = torch.nan if rare else 0.0
+    return draw(number, SAMPLES, CLASSES), drawn
+
+
+def mean_of_labels(output: Any, targets: Any) -> Any:
+    there = ~targets.isnan()
+    return f.binary_cross_entropy_with_logits(output[there], targets[there])
+
+
 LATER: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int, bool], Step]]] = {
     "a rare class": (of_classes, classes),
     "-1": (mean_of_words(-1), lambda number, rare: padded(number, -1) if rare else words(number)),
@@ -91,6 +103,7 @@ LATER: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int, bool], Step]]] 
     "a mask of numbers": (mean_of_mask, lambda number, rare: masked(number, torch.float32, rare)),
     "a mask of integers": (mean_of_mask, lambda number, rare: masked(number, torch.int64, rare)),
     "weights": (mean_of_weights, weighted),
+    "labels that are missing": (mean_of_labels, labels),
 }
 
 

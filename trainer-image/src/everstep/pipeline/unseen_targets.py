@@ -55,7 +55,8 @@ class _Measured(NamedTuple):
 
 
 class UnseenTargets:
-    """The sums of the targets of samples, and how many of their numbers may count, as far as a loss was compared."""
+    """The sums of the targets of samples, and how many of their numbers may count or are none, as far as a loss was
+    compared."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}
@@ -132,10 +133,11 @@ def _measure(targets: Any, samples: int) -> Iterator[_Measured]:
             continue
         rows = tensor.detach().reshape(samples, -1)
         rows = rows[:, :: max(1, rows.shape[1] // _NUMBERS)].to(torch.float64)
-        counts = rows.isfinite() & ~torch.isin(rows, torch.tensor(_NOTHING, dtype=rows.dtype, device=rows.device))
-        for place, each in enumerate((rows.nan_to_num(0.0, 0.0, 0.0).sum(1), counts.sum(1))):
+        counts = ~torch.isin(rows, torch.tensor(_NOTHING, dtype=rows.dtype, device=rows.device))
+        measures = rows.nan_to_num(0.0, 0.0, 0.0).sum(1), counts.sum(1), rows.isnan().sum(1)
+        for place, each in enumerate(measures):
             values = list(zip(each.tolist(), range(samples), strict=True))
-            yield _Measured(2 * number + place, min(values), max(values))
+            yield _Measured(len(measures) * number + place, min(values), max(values))
 
 
 def _make_pair(
