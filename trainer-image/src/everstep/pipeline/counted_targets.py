@@ -2,7 +2,7 @@
 
 A loss that gives a bare mean is weighted by samples. Where it is a mean over words or pixels that count, this shows
 only if samples differ in how many of theirs count, which the example may not. So the first batch in which they do, by
--100 or by a mask, has the loss looked at once more.
+-100 or by a mask, has the loss looked at once more; and so has each whose targets are beyond those before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.foreign_weights import WeightReads
 from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.loss_state import loss_kept
+from everstep.pipeline.unseen_targets import SamplePair, UnseenTargets, shrink_numbers
 
 _log = logging.getLogger("everstep.pipeline")
 
@@ -35,29 +36,53 @@ _ADVICE = (
 )
 
 
+class _Compared(NamedTuple):
+    """The losses of two samples: at once, the mean of both, and whether they are apart; and whether those of the
+    samples are, without which nothing shows."""
+
+    at_once: float
+    mean: float
+    is_apart: bool
+    shows: bool
+
+
 class CountedTargets:
-    """A loss that is looked at once more where samples differ in how much of their targets counts.
+    """A loss that is looked at once more where samples differ in how much of their targets counts, and where targets
+    are beyond those before.
+
+    Args:
+        loss: The loss.
+        weight: As `EngineOptions.loss_weight`.
+        own: The script's loss, whose state and random numbers are left as they are; `loss` if it is None.
 
     Raises:
         PipelineError: It is a mean over what counts, and has no weight that says how much that is.
     """
 
-    def __init__(self, loss: Loss, weight: Loss | None) -> None:
-        self._loss, self._weight = loss, weight
-        self._is_done, self._looks, self._batches, self._tries = weight is not None, False, 0, 0
+    def __init__(self, loss: Loss, weight: Loss | None, own: Loss | None = None) -> None:
+        self._loss, self._weight, self._own = loss, weight, loss if own is None else own
+        self._is_weighted = weight is not None  # or gives (sum, count)
+        self._is_done, self._looks, self._batches, self._tries = self._is_weighted, False, 0, 0
+        self._unseen = UnseenTargets()
 
     def see(self, targets: Any) -> None:
         """See the targets of a batch before its micro-batches are given to the loss."""
         if not self._is_done and not self._looks:
             self._batches += 1
             self._looks = any(map(self._is_uneven, tensors_of(targets)))
+        if not self._is_weighted:
+            self._unseen.see(targets)
 
     def __call__(self, output: Any, targets: Any) -> Any:
+        unseen = self._unseen.are_new and not self._is_weighted
+        error = self._look_at_unseen(output, targets) if unseen else None
         looks, self._looks = self._looks, False
         pair = _take_pair(output, targets) if looks else None  # before the loss, which may write what it is given
-        given = self._loss(output, targets)
+        given = self._loss(output, targets)  # may know more of why
+        if error is not None:
+            raise error
         if isinstance(given, tuple):
-            self._is_done = True
+            self._is_done = self._is_weighted = True
         elif looks:
             self._tries += 1
             self._is_done = self._look(pair) or self._tries == _TRIES
@@ -85,32 +110,67 @@ class CountedTargets:
         # Losses are nearly alike before training; but not all outputs can be any number, nor all losses take any type.
         for is_wide, factor in ((True, 3.0), (True, 1.0), (False, 3.0), (False, 1.0)):
             try:
-                found = self._compare(*_vary(pair, factor, is_wide=is_wide), is_wide=is_wide)
+                found = self._compare(SamplePair(*_vary(pair, factor, is_wide=is_wide)), is_wide=is_wide)
             except Exception as error:
                 _log.info("whether the loss counts targets was not checked: %s: %s", type(error).__name__, error)
                 continue
-            if found is None:
+            if found is None or not found.is_apart:
                 return True
-            at_once, apart = found
             raise PipelineError(
-                f"the loss of two samples, of which one counts less, is {at_once:.6g} at once, and the mean of their "
-                f"losses is {apart:.6g}: it is a mean over what counts in the targets, of which samples of this batch "
-                f"have different numbers, and a pipeline weights a bare mean by samples: {_ADVICE}"
+                f"the loss of two samples, of which one counts less, is {found.at_once:.6g} at once, and the mean of "
+                f"their losses is {found.mean:.6g}: it is a mean over what counts in the targets, of which samples of "
+                f"this batch have different numbers, and a pipeline weights a bare mean by samples: {_ADVICE}"
             )
         return False
 
-    def _compare(self, outputs: Any, wanted: Any, *, is_wide: bool) -> tuple[float, float] | None:
-        """Return the loss at once and the mean of both; None if they are alike, or differ for another reason."""
-        tensors = [*tensors_of(outputs), *tensors_of(wanted)]
-        draws = ScriptDraws(self._loss if isinstance(self._loss, nn.Module) else nn.Module())
+    def _look_at_unseen(self, output: Any, targets: Any) -> PipelineError | None:
+        """Compare the losses of samples of this micro-batch, whose targets are as different as can be, at once with
+        those of each; return what there is to tell."""
+        shows = True
+        for pair, whole in self._unseen.take_pairs(output, targets):
+            found = self._compare_as_it_is(pair)
+            if self._is_weighted:
+                return None
+            if found is not None and found.is_apart:
+                # Rounding, as between a model and its copy, is none of other numbers, and what the model returns beside
+                # its samples, as the balance of each of its layers, is the same for all of them.
+                shrunk = self._compare_as_it_is(pair, is_shrunk=True)
+                other = None if whole is None else self._compare_as_it_is(whole)
+                if shrunk is not None and shrunk.is_apart and (other is None or other.is_apart):
+                    return PipelineError(
+                        f"the loss of two samples, whose targets differ more than those of batches before, is "
+                        f"{found.at_once:.6g} at once, and the mean of their losses is {found.mean:.6g}: it is a mean "
+                        "over what counts in the targets, by a mask, another number or weights of classes or samples, "
+                        "or it takes samples together, and a pipeline cuts a batch and weights a bare mean by samples: "
+                        f"{_ADVICE}; where samples are compared with each other, take microbatches=1 and one replica"
+                    )
+            shows = shows and found is not None and found.shows
+        if not shows:
+            self._unseen.forget()
+        return None
+
+    def _compare_as_it_is(self, pair: SamplePair, *, is_shrunk: bool = False) -> _Compared | None:
+        for is_wide in (True, False):
+            try:
+                own = pair.change(_widen if is_wide else torch.Tensor.clone)
+                if is_shrunk:
+                    shrink_numbers(tensors_of(own.outputs))
+                return self._compare(own, is_wide=is_wide)
+            except Exception as error:
+                _log.info("whether the loss counts targets was not checked: %s: %s", type(error).__name__, error)
+        return None
+
+    def _compare(self, pair: SamplePair, *, is_wide: bool) -> _Compared | None:
+        """Compare the loss of two samples at once with the mean of both; None if they differ for another reason."""
+        tensors = tensors_of((pair.outputs, pair.targets))
+        draws = ScriptDraws(self._own if isinstance(self._own, nn.Module) else nn.Module())
         before, kind, types, drew = draws.get_state(), tensors[0].device.type, {each.dtype for each in tensors}, False
 
         def compute(rows: slice, seed: int = 0) -> float:
             nonlocal drew
             torch.manual_seed(seed)
-            own = [map_tensors(each, lambda tensor: tensor[rows].clone()) for each in (outputs, wanted)]
             with draws.at(before):
-                given = compute_loss(self._loss, own[0], own[1], 1, None).sum
+                given = compute_loss(self._see_kind, *pair.copy_rows(rows), 1, None).sum
                 drew = drew or draws.have_drawn(before)
             types.add(given.dtype)
             return float(given)
@@ -120,7 +180,7 @@ class CountedTargets:
             torch.no_grad(),
             torch.random.fork_rng(sorted(devices)),
             torch.autocast(kind, enabled=not is_wide and torch.is_autocast_enabled(kind)),
-            loss_kept(self._loss),
+            loss_kept(self._own),
             disable_compilation(),
             WeightReads({}) as reads,
         ):
@@ -132,7 +192,13 @@ class CountedTargets:
             return None
         narrow = not is_wide or any(each.is_floating_point and each.itemsize < 4 for each in types)
         allowed = (_OF_NARROW if narrow else _OF_NUMBERS) * max(abs(both), abs(one), abs(other))
-        return None if abs(both - (one + other) / 2) <= allowed else (both, (one + other) / 2)
+        is_apart, shows = not abs(both - (one + other) / 2) <= allowed, not abs(one - other) <= allowed
+        return _Compared(both, (one + other) / 2, is_apart, shows)
+
+    def _see_kind(self, output: Any, targets: Any) -> Any:
+        given = self._loss(output, targets)
+        self._is_weighted = self._is_weighted or isinstance(given, tuple)
+        return given
 
 
 def _take_pair(output: Any, targets: Any) -> tuple[Any, Any] | None:
@@ -153,12 +219,7 @@ def _take_pair(output: Any, targets: Any) -> tuple[Any, Any] | None:
 
 def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, Any]:
     """Let the first sample have other outputs, and count half; `is_wide` has all numbers in float32 at least."""
-
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
-        is_narrow = tensor.is_floating_point() and tensor.element_size() < 4
-        return tensor.float() if is_wide and is_narrow else tensor.clone()
-
-    outputs, wanted = map_tensors(pair, widen)
+    outputs, wanted = map_tensors(pair, _widen if is_wide else torch.Tensor.clone)
     for each in tensors_of(outputs):
         if each.is_floating_point() and factor != 1.0:  # and not only larger: a last layer may begin with zeros
             each[0] = each[0] * factor + torch.arange(each[0].numel(), device=each.device).cos().view_as(each[0])
@@ -168,6 +229,11 @@ def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, 
         elif each.dtype is torch.bool:
             _ignore_half(each[0], False)
     return outputs, wanted
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    is_narrow = tensor.is_floating_point() and tensor.element_size() < 4
+    return tensor.float() if is_narrow else tensor.clone()
 
 
 def _find_ignored(tensor: torch.Tensor) -> torch.Tensor:

@@ -249,5 +249,5 @@ def _check_cut(
             and (are_cut or has_samples(request.model, terms.example, request.targets, unsplit_inputs))
         )
     )
-    looking = CountedTargets(FirstLook(loss, weight, times, is_known=is_known), weight)
+    looking = CountedTargets(FirstLook(loss, weight, times, is_known=is_known), weight, request.loss)
     return looking, idle if is_known else ()
