@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as f  # noqa: E402
 
-from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
+from everstep.pipeline import EngineOptions, PlanOptions, pipeline, unseen_targets  # noqa: E402
 from everstep.pipeline.counted_targets import CountedTargets  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -159,6 +159,15 @@ def test_targets_that_grow_with_time_are_looked_at_ever_more_rarely() -> None:
     output = draw(0, SAMPLES)
     train(CountedTargets(squared, None), [(output, draw(0, SAMPLES) + number) for number in range(1024)], SAMPLES)
     assert calls - 1024 < 11 * 16 * 8
+
+
+def test_outputs_that_a_device_may_have_no_room_for_twice_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unseen_targets, "_LARGEST", CLASSES - 1)
+    loss = CountedTargets(of_classes, None)
+    train(loss, [classes(0, False), classes(1, True)], 4)
+    monkeypatch.setattr(unseen_targets, "_LARGEST", CLASSES)
+    with pytest.raises(PipelineError, match="is a mean over what counts"):
+        train(loss, [classes(2, True)], 4)
 
 
 class Counting(nn.Module):  # type: ignore[misc]  # torch is not where types are checked

@@ -20,6 +20,7 @@ from everstep.pipeline.engine.nested import map_tensors, tensors_of
 _EVERY = 64  # batches; targets on a GPU are waited for
 _MOST = 16  # batches that are looked at until all are new again, as where targets grow with time
 _NUMBERS = 4096  # of each sample and tensor
+_LARGEST = 2**27  # numbers of a sample's output: a look takes several copies of two of them, also on a GPU
 _NOTHING = (0, -1, -100)  # what most often stands for a target that does not count
 _FIRST = -1  # in the place of a row
 
@@ -86,7 +87,7 @@ class UnseenTargets:
         are_cut = [bool(each.dim()) and len(each) == samples for each in tensors]
         outputs = len(tensors_of(output))
         sizes = [each.numel() * is_cut for each, is_cut in zip(tensors[:outputs], are_cut, strict=False)]
-        if not any(sizes):
+        if not any(sizes) or max(sizes) > _LARGEST * samples:
             return
         first, known = self._first, dict[int, float]()
         if not first:
