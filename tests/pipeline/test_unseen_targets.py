@@ -170,6 +170,15 @@ def test_outputs_that_a_device_may_have_no_room_for_twice_are_left_alone(monkeyp
         train(loss, [classes(2, True)], 4)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_what_is_varied_on_a_device_that_asserts_its_inputs_stays_a_probability(kind: Any) -> None:
+    for row in (torch.zeros(3, 5), torch.ones(3, 5), draw(0, 3, 5).sigmoid()):
+        varied = row.to(kind, copy=True)
+        unseen_targets.vary_within_bounds(varied)
+        assert 0 <= float(varied.min()) <= float(varied.max()) <= 1
+        assert float((varied - row.to(kind)).abs().max()) > 0.1
+
+
 class Counting(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     """Weighs classes, and counts samples, as a metric does."""
 

@@ -22,7 +22,7 @@ from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.foreign_weights import WeightReads
 from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.loss_state import loss_kept
-from everstep.pipeline.unseen_targets import SamplePair, UnseenTargets, shrink_numbers
+from everstep.pipeline.unseen_targets import SamplePair, UnseenTargets, shrink_numbers, vary_within_bounds
 
 _log = logging.getLogger("everstep.pipeline")
 
@@ -221,8 +221,13 @@ def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, 
     """Let the first sample have other outputs, and count half; `is_wide` has all numbers in float32 at least."""
     outputs, wanted = map_tensors(pair, _widen if is_wide else torch.Tensor.clone)
     for each in tensors_of(outputs):
-        if each.is_floating_point() and factor != 1.0:  # and not only larger: a last layer may begin with zeros
-            each[0] = each[0] * factor + torch.arange(each[0].numel(), device=each.device).cos().view_as(each[0])
+        if not each.is_floating_point() or factor == 1.0:
+            continue
+        if each.device.type != "cpu":
+            # A kernel that asserts what its input may be, as of probabilities, ends all use of the device.
+            vary_within_bounds(each[0])
+        else:  # and not only larger: a last layer may begin with zeros
+            each[0] = each[0] * factor + torch.arange(each[0].numel()).cos().view_as(each[0])
     for each in tensors_of(wanted):
         if each.dtype in (torch.int64, torch.int32):
             _ignore_half(each[0], _IGNORED)

@@ -161,3 +161,10 @@ def shrink_numbers(tensors: Sequence[torch.Tensor]) -> None:
         if each.is_floating_point():
             generator = torch.Generator().manual_seed(number)
             each.mul_((torch.rand(each.shape, generator=generator) / 2 + 0.5).to(each))
+
+
+def vary_within_bounds(row: torch.Tensor) -> None:
+    """Change each number of a row in place, also where all are 0; probabilities stay such."""
+    zeros = row == 0
+    shrink_numbers([row])
+    row.add_(zeros * torch.arange(float(row.numel()), device=row.device).cos().abs().view_as(row))
