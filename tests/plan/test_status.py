@@ -43,6 +43,14 @@ def test_phases_that_pass_within_a_moment_are_one_write() -> None:
     assert world.phase == "Starting"
 
 
+def test_a_clock_that_is_set_back_holds_no_status_up() -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    world.now -= 3600
+    assert world.reconcile().changed
+
+
 def test_the_last_progress_comes_with_the_end() -> None:
     world = World(job().build()).run("Running")
     world.train(500)

@@ -91,7 +91,8 @@ def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus,
             return old, (), wake
         if s.now < min(dues):
             return old, (), min(dues) if wake is None else min(*dues, wake)
-    if s.now < written_at + FORMING_INTERVAL_SECONDS and _only_forms_on(s, decision, new):
+    # A clock may have been set back.
+    if written_at <= s.now < written_at + FORMING_INTERVAL_SECONDS and _only_forms_on(s, decision, new):
         due = written_at + FORMING_INTERVAL_SECONDS
         return old, (), due if wake is None else min(due, wake)
     changed_phase = decision.phase is not old.phase or decision.phase is Phase.PENDING or decision.again
