@@ -114,6 +114,36 @@ def test_a_program_that_its_node_cannot_start_has_not_failed(message: str, cause
     assert restarts.charges[-1].reason == ("ApplicationError" if cause == "application" else "PodLost")
 
 
+@pytest.mark.parametrize("ending", ["StartError", "unusable"])
+def test_a_job_that_has_trained_keeps_its_agents_after_a_queue_has_evicted_it(ending: str) -> None:
+    """Without them it would go on with one rank in each pod, for the sake of one bad node."""
+    world = World(job().nodes(2).procs(8).build(), capacity=2).run("Running")
+    for index in range(2):
+        world.delete(index, disruption="WorkloadEvictedDueToPreempted")
+    world.reconcile()
+    world.bury()
+    world.reconcile()
+    world.pods = {name: dataclasses.replace(pod, gated=True) for name, pod in world.pods.items()}
+    world.reconcile()
+    assert world.phase == "Scheduling"
+    world.pods = {name: dataclasses.replace(pod, gated=False) for name, pod in world.pods.items()}
+    world.run("Starting")
+    message = f'{RUNC}exec: "python3": no such file or directory'
+    word = TerminationMessage("unusable", message="no") if ending == "unusable" else None
+    end = ContainerEnd(128, None, ending, message, world.now, word)
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=end, phase="Failed")
+    world.reconcile()
+    world.run("Running")
+    assert world.status.template is not None
+    assert not world.status.template.plain
+    for value in (True, False):  # by then it may have another image
+        world.edit(suspend=value)
+        world.run("Suspended" if value else "Starting")
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=end, phase="Failed")
+    world.reconcile()
+    assert world.status.template.plain
+
+
 CRIO = "container create failed: executable file `python3` not found in $PATH: No such file or directory"
 
 

@@ -19,6 +19,7 @@ from everstep_operator.plan.pod_manifest import make_pod_name
 DEGRADED_AFTER_SECONDS = 15.0
 FORMING_PHASES = frozenset({Phase.PENDING, Phase.SCHEDULING, Phase.STARTING, Phase.SUSPENDED})
 RUN_PHASES = frozenset({Phase.RUNNING, Phase.RESTARTING})
+RESOLVED_ANEW = frozenset({Reason.CREATED.value, Reason.RESUMED.value, Reason.NEXT_POOL.value})
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,15 @@ class PlanContext:
         return self.phase in RUN_PHASES or status.timings.running > 0 or status.restarts.total > 0
 
     @property
+    def may_become_plain(self) -> bool:
+        """Return whether an image is run without the agent if the agent cannot run in it. Where ranks of this template
+        have run it can: a queue that took their nodes back, or a set that was given back, makes them form once more."""
+        if self.phase not in FORMING_PHASES:
+            return False
+        last = next((t for t in reversed(self.status.transitions) if t.phase in RUN_PHASES or _is_resolved(t)), None)
+        return last is None or _is_resolved(last)
+
+    @property
     def is_first_creation(self) -> bool:
         """Return whether the API server has never accepted a pod of this job."""
         if self.has_run or self.observed.ours or (self.template is not None and self.template.epoch > 1):
@@ -176,6 +186,11 @@ class PlanContext:
     def num_on_demand(self) -> int:
         """Return how many of the first pods are in a pool of their own."""
         return self.spec.min_on_demand if self.template is not None and self.template.on_demand_pool else 0
+
+
+def _is_resolved(transition: Transition) -> bool:
+    """Tell whether the set was resolved from a new template when this began."""
+    return transition.reason in RESOLVED_ANEW
 
 
 def _proves_pods(transition: Transition) -> bool:

@@ -186,8 +186,7 @@ def _resolve_anew(s: PlanContext) -> Decision | None:
         return _resolve_template(s, Reason.CREATED)
     if s.phase not in FORMING_PHASES | {Phase.RESTARTING} or s.job.unknown_fields:
         return None
-    forms = s.phase in FORMING_PHASES
-    if forms and not s.plain and (found := plain_mode.find_agent_obstacle(s.current.values())) is not None:
+    if s.may_become_plain and not s.plain and (found := plain_mode.find_agent_obstacle(s.current.values())) is not None:
         reason, said = found
         message = f"{reason.meaning} {said}".strip()
         return pod_creation.resolve_new_template(

@@ -9,12 +9,9 @@ from everstep_operator.api.checkpoint import CheckpointPolicy
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
-from everstep_operator.plan.plan_context import FORMING_PHASES, PlanContext
+from everstep_operator.plan.plan_context import FORMING_PHASES, RESOLVED_ANEW, PlanContext
 
 _WAITING_PHASES = FORMING_PHASES | {Phase.RESTARTING}
-_RESOLVED_ANEW = frozenset({Reason.CREATED.value, Reason.RESUMED.value, Reason.NEXT_POOL.value})
-
-
 FINAL_PROBLEMS = frozenset({Reason.NAMESPACE_NOT_ALLOWED, Reason.NO_ON_DEMAND_POOL})
 
 
@@ -168,5 +165,5 @@ def _sort_pools(s: PlanContext, names: Sequence[str]) -> tuple[list[TrainingPool
 def _pool_tried_since(s: PlanContext) -> float:
     """Return when the present pool was chosen. If that is no longer on record, longer ago than all that is."""
     known = s.status.transitions
-    chosen = next((t for t in reversed(known) if t.reason in _RESOLVED_ANEW), known[0] if known else None)
+    chosen = next((t for t in reversed(known) if t.reason in RESOLVED_ANEW), known[0] if known else None)
     return chosen.start.timestamp() if chosen is not None else s.now

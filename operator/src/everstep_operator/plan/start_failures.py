@@ -13,7 +13,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import StartFailures
 from everstep_operator.plan import plain_mode
 from everstep_operator.plan.observation import INIT_FAILED, PodView
-from everstep_operator.plan.plan_context import FORMING_PHASES, PlanContext, to_utc
+from everstep_operator.plan.plan_context import PlanContext, to_utc
 
 MAX_START_FAILURES = 5  # attempts in a row
 BACKOFF_SECONDS = 10.0  # seconds between the pods of one attempt and the next, doubled with each
@@ -93,7 +93,7 @@ def has_failed_at_start(s: PlanContext, pod: PodView) -> bool:
     end = pod.ended
     if end is None or pod.deleting or pod.disruption is not None or end.exit_code in (None, 0, _SIGTERM_EXIT_CODE):
         return False
-    if s.phase in FORMING_PHASES and plain_mode.find_agent_obstacle([pod]) is not None:
+    if s.may_become_plain and plain_mode.find_agent_obstacle([pod]) is not None:
         return False  # it runs without the agent next
     if end.word is None:
         return s.status.generation == 0 or end.reason in _WITHOUT_AGENT
