@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,20 @@ class _Compared(NamedTuple):
     mean: float
     is_apart: bool
     shows: bool
+
+
+class _NarrowReads(WeightReads):
+    """Knows as well whether something inside was computed in a narrow type, as by a network in a loss that has an
+    autocast of its own: its rounding is not that of the loss's type."""
+
+    are_narrow = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, and note the type of its result."""
+        given = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(given, torch.Tensor) and given.is_floating_point() and given.itemsize < 4:
+            self.are_narrow = True
+        return given
 
 
 class CountedTargets:
@@ -127,7 +142,7 @@ class CountedTargets:
         """Compare the losses of samples of this micro-batch, whose targets are as different as can be, at once with
         those of each; return what there is to tell."""
         shows = True
-        for pair, whole in self._unseen.take_pairs(output, targets):
+        for pair, others in self._unseen.take_pairs(output, targets):
             found = self._compare_as_it_is(pair)
             if self._is_weighted:
                 return None
@@ -135,8 +150,7 @@ class CountedTargets:
                 # Rounding, as between a model and its copy, is none of other numbers, and what the model returns beside
                 # its samples, as the balance of each of its layers, is the same for all of them.
                 shrunk = self._compare_as_it_is(pair, is_shrunk=True)
-                other = None if whole is None else self._compare_as_it_is(whole)
-                if shrunk is not None and shrunk.is_apart and (other is None or other.is_apart):
+                if shrunk is not None and shrunk.is_apart and all(map(self._may_be_apart, others)):
                     return PipelineError(
                         f"the loss of two samples, whose targets differ more than those of batches before, is "
                         f"{found.at_once:.6g} at once, and the mean of their losses is {found.mean:.6g}: it is a mean "
@@ -148,6 +162,10 @@ class CountedTargets:
         if not shows:
             self._unseen.forget()
         return None
+
+    def _may_be_apart(self, make: Callable[[], SamplePair]) -> bool:
+        found = self._compare_as_it_is(make())
+        return found is None or found.is_apart
 
     def _compare_as_it_is(self, pair: SamplePair, *, is_shrunk: bool = False) -> _Compared | None:
         for is_wide in (True, False):
@@ -182,7 +200,7 @@ class CountedTargets:
             torch.autocast(kind, enabled=not is_wide and torch.is_autocast_enabled(kind)),
             loss_kept(self._own),
             disable_compilation(),
-            WeightReads({}) as reads,
+            _NarrowReads({}) as reads,
         ):
             both, again = compute(slice(0, 2)), compute(slice(0, 2), seed=1)
             one, other = compute(slice(0, 1)), compute(slice(1, 2))
@@ -190,7 +208,7 @@ class CountedTargets:
             raise ArithmeticError(f"it is {both:g}")
         if drew or reads.draws or both != again:
             return None
-        narrow = not is_wide or any(each.is_floating_point and each.itemsize < 4 for each in types)
+        narrow = not is_wide or reads.are_narrow or any(each.is_floating_point and each.itemsize < 4 for each in types)
         allowed = (_OF_NARROW if narrow else _OF_NUMBERS) * max(abs(both), abs(one), abs(other))
         is_apart, shows = not abs(both - (one + other) / 2) <= allowed, not abs(one - other) <= allowed
         return _Compared(both, (one + other) / 2, is_apart, shows)
