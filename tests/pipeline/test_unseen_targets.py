@@ -167,6 +167,15 @@ def test_balances_of_layers_that_are_larger_than_what_is_of_samples_are_no_weigh
         weighing({name: own[name] for name in names}, targets)
 
 
+def test_a_flag_of_each_sample_beside_its_class_has_no_class_ignored() -> None:
+    def of_both(made: Any, wanted: Any) -> Any:
+        flagged = f.binary_cross_entropy_with_logits(made[:, 0], wanted["flag"].float())
+        return f.cross_entropy(made, wanted["class"]) + flagged
+
+    output, targets = classes(0, False)
+    train(CountedTargets(of_both, None), [(output, {"class": targets, "flag": output[:, 1] > 0})], 4)
+
+
 def test_what_a_loss_rounds_itself_to_a_narrow_type_is_no_weight() -> None:
     def rounded(made: Any, wanted: Any) -> Any:
         return f.cross_entropy(made.bfloat16(), wanted).float()

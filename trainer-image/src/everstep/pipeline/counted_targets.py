@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,13 +78,15 @@ class CountedTargets:
         self._loss, self._weight, self._own = loss, weight, loss if own is None else own
         self._is_weighted = weight is not None  # or gives (sum, count)
         self._is_done, self._looks, self._batches, self._tries = self._is_weighted, False, 0, 0
+        self._uneven: list[bool] = []  # of each tensor of the targets, and of all parts of a batch that is cut already
         self._unseen = UnseenTargets()
 
     def see(self, targets: Any) -> None:
         """See the targets of a batch before its micro-batches are given to the loss."""
         if not self._is_done and not self._looks:
             self._batches += 1
-            self._looks = any(map(self._is_uneven, tensors_of(targets)))
+            self._uneven = [self._is_uneven(each) for each in tensors_of(targets)]
+            self._looks = any(self._uneven)
         if not self._is_weighted:
             self._unseen.see(targets)
 
@@ -125,7 +127,7 @@ class CountedTargets:
         # Losses are nearly alike before training; but not all outputs can be any number, nor all losses take any type.
         for is_wide, factor in ((True, 3.0), (True, 1.0), (False, 3.0), (False, 1.0)):
             try:
-                found = self._compare(SamplePair(*_vary(pair, factor, is_wide=is_wide)), is_wide=is_wide)
+                found = self._compare(SamplePair(*_vary(pair, factor, self._uneven, is_wide=is_wide)), is_wide=is_wide)
             except Exception as error:
                 _log.info("whether the loss counts targets was not checked: %s: %s", type(error).__name__, error)
                 continue
@@ -235,8 +237,9 @@ def _take_pair(output: Any, targets: Any) -> tuple[Any, Any] | None:
     return map_tensors(output, twice), map_tensors(targets, twice)
 
 
-def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, Any]:
-    """Let the first sample have other outputs, and count half; `is_wide` has all numbers in float32 at least."""
+def _vary(pair: tuple[Any, Any], factor: float, uneven: Sequence[bool], *, is_wide: bool) -> tuple[Any, Any]:
+    """Let the first sample have other outputs, and count half by those targets in which samples differ: a class beside
+    a flag is none that is ignored. `is_wide` has all numbers in float32 at least."""
     outputs, wanted = map_tensors(pair, _widen if is_wide else torch.Tensor.clone)
     for each in tensors_of(outputs):
         if not each.is_floating_point() or factor == 1.0:
@@ -246,7 +249,10 @@ def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, 
             vary_within_bounds(each[0])
         else:  # and not only larger: a last layer may begin with zeros
             each[0] = each[0] * factor + torch.arange(each[0].numel()).cos().view_as(each[0])
-    for each in tensors_of(wanted):
+    every = tensors_of(wanted)
+    for place, each in enumerate(every):
+        if not any(uneven[place :: len(every)]):
+            continue
         if each.dtype in (torch.int64, torch.int32):
             _ignore_half(each[0], _IGNORED)
         elif each.dtype is torch.bool:
