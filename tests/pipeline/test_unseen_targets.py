@@ -148,6 +148,47 @@ def test_what_a_model_returns_beside_its_samples_and_rounding_are_no_weights() -
     beside({"logits": output, "balances": torch.arange(float(SAMPLES))}, targets)
 
 
+@pytest.mark.parametrize("names", [("logits", "balances"), ("balances", "logits")])
+def test_balances_of_layers_that_are_larger_than_what_is_of_samples_are_no_weights(names: tuple[str, str]) -> None:
+    output, targets = classes(0, True)
+    own = {"logits": output, "balances": draw(1, SAMPLES, 4 * CLASSES).softmax(-1)}  # of as many layers as samples
+
+    def balanced(made: Any, wanted: Any) -> Any:
+        return f.cross_entropy(made["logits"], wanted) + made["balances"].square().sum()
+
+    def of_classes_balanced(made: Any, wanted: Any) -> Any:
+        return of_classes(made["logits"], wanted) + made["balances"].square().sum()
+
+    honest, weighing = CountedTargets(balanced, None), CountedTargets(of_classes_balanced, None)
+    for loss in (honest, weighing):
+        loss.see(targets)
+    honest({name: own[name] for name in names}, targets)
+    with pytest.raises(PipelineError, match="is a mean over what counts"):
+        weighing({name: own[name] for name in names}, targets)
+
+
+def test_a_flag_of_each_sample_beside_its_class_has_no_class_ignored() -> None:
+    def of_both(made: Any, wanted: Any) -> Any:
+        flagged = f.binary_cross_entropy_with_logits(made[:, 0], wanted["flag"].float())
+        return f.cross_entropy(made, wanted["class"]) + flagged
+
+    output, targets = classes(0, False)
+    train(CountedTargets(of_both, None), [(output, {"class": targets, "flag": output[:, 1] > 0})], 4)
+
+
+def test_what_a_loss_rounds_itself_to_a_narrow_type_is_no_weight() -> None:
+    def rounded(made: Any, wanted: Any) -> Any:
+        return f.cross_entropy(made.bfloat16(), wanted).float()
+
+    def of_classes_rounded(made: Any, wanted: Any) -> Any:
+        return of_classes(made.bfloat16().float(), wanted)
+
+    for number in range(4):
+        train(CountedTargets(rounded, None), [classes(number, False), classes(number + 9, True)], 1)
+    with pytest.raises(PipelineError, match="is a mean over what counts"):
+        train(CountedTargets(of_classes_rounded, None), [classes(0, False), classes(1, True)], 4)
+
+
 def test_targets_that_grow_with_time_are_looked_at_ever_more_rarely() -> None:
     calls = 0
 

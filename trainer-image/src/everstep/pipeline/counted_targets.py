@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,20 @@ class _Compared(NamedTuple):
     shows: bool
 
 
+class _NarrowReads(WeightReads):
+    """Knows as well whether something inside was computed in a narrow type, as by a network in a loss that has an
+    autocast of its own: its rounding is not that of the loss's type."""
+
+    are_narrow = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, and note the type of its result."""
+        given = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(given, torch.Tensor) and given.is_floating_point() and given.itemsize < 4:
+            self.are_narrow = True
+        return given
+
+
 class CountedTargets:
     """A loss that is looked at once more where samples differ in how much of their targets counts, and where targets
     are beyond those before.
@@ -63,13 +78,15 @@ class CountedTargets:
         self._loss, self._weight, self._own = loss, weight, loss if own is None else own
         self._is_weighted = weight is not None  # or gives (sum, count)
         self._is_done, self._looks, self._batches, self._tries = self._is_weighted, False, 0, 0
+        self._uneven: list[bool] = []  # of each tensor of the targets, and of all parts of a batch that is cut already
         self._unseen = UnseenTargets()
 
     def see(self, targets: Any) -> None:
         """See the targets of a batch before its micro-batches are given to the loss."""
         if not self._is_done and not self._looks:
             self._batches += 1
-            self._looks = any(map(self._is_uneven, tensors_of(targets)))
+            self._uneven = [self._is_uneven(each) for each in tensors_of(targets)]
+            self._looks = any(self._uneven)
         if not self._is_weighted:
             self._unseen.see(targets)
 
@@ -110,7 +127,7 @@ class CountedTargets:
         # Losses are nearly alike before training; but not all outputs can be any number, nor all losses take any type.
         for is_wide, factor in ((True, 3.0), (True, 1.0), (False, 3.0), (False, 1.0)):
             try:
-                found = self._compare(SamplePair(*_vary(pair, factor, is_wide=is_wide)), is_wide=is_wide)
+                found = self._compare(SamplePair(*_vary(pair, factor, self._uneven, is_wide=is_wide)), is_wide=is_wide)
             except Exception as error:
                 _log.info("whether the loss counts targets was not checked: %s: %s", type(error).__name__, error)
                 continue
@@ -127,7 +144,7 @@ class CountedTargets:
         """Compare the losses of samples of this micro-batch, whose targets are as different as can be, at once with
         those of each; return what there is to tell."""
         shows = True
-        for pair, whole in self._unseen.take_pairs(output, targets):
+        for pair, others in self._unseen.take_pairs(output, targets):
             found = self._compare_as_it_is(pair)
             if self._is_weighted:
                 return None
@@ -135,8 +152,7 @@ class CountedTargets:
                 # Rounding, as between a model and its copy, is none of other numbers, and what the model returns beside
                 # its samples, as the balance of each of its layers, is the same for all of them.
                 shrunk = self._compare_as_it_is(pair, is_shrunk=True)
-                other = None if whole is None else self._compare_as_it_is(whole)
-                if shrunk is not None and shrunk.is_apart and (other is None or other.is_apart):
+                if shrunk is not None and shrunk.is_apart and all(map(self._may_be_apart, others)):
                     return PipelineError(
                         f"the loss of two samples, whose targets differ more than those of batches before, is "
                         f"{found.at_once:.6g} at once, and the mean of their losses is {found.mean:.6g}: it is a mean "
@@ -148,6 +164,10 @@ class CountedTargets:
         if not shows:
             self._unseen.forget()
         return None
+
+    def _may_be_apart(self, make: Callable[[], SamplePair]) -> bool:
+        found = self._compare_as_it_is(make())
+        return found is None or found.is_apart
 
     def _compare_as_it_is(self, pair: SamplePair, *, is_shrunk: bool = False) -> _Compared | None:
         for is_wide in (True, False):
@@ -182,7 +202,7 @@ class CountedTargets:
             torch.autocast(kind, enabled=not is_wide and torch.is_autocast_enabled(kind)),
             loss_kept(self._own),
             disable_compilation(),
-            WeightReads({}) as reads,
+            _NarrowReads({}) as reads,
         ):
             both, again = compute(slice(0, 2)), compute(slice(0, 2), seed=1)
             one, other = compute(slice(0, 1)), compute(slice(1, 2))
@@ -190,7 +210,7 @@ class CountedTargets:
             raise ArithmeticError(f"it is {both:g}")
         if drew or reads.draws or both != again:
             return None
-        narrow = not is_wide or any(each.is_floating_point and each.itemsize < 4 for each in types)
+        narrow = not is_wide or reads.are_narrow or any(each.is_floating_point and each.itemsize < 4 for each in types)
         allowed = (_OF_NARROW if narrow else _OF_NUMBERS) * max(abs(both), abs(one), abs(other))
         is_apart, shows = not abs(both - (one + other) / 2) <= allowed, not abs(one - other) <= allowed
         return _Compared(both, (one + other) / 2, is_apart, shows)
@@ -217,8 +237,9 @@ def _take_pair(output: Any, targets: Any) -> tuple[Any, Any] | None:
     return map_tensors(output, twice), map_tensors(targets, twice)
 
 
-def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, Any]:
-    """Let the first sample have other outputs, and count half; `is_wide` has all numbers in float32 at least."""
+def _vary(pair: tuple[Any, Any], factor: float, uneven: Sequence[bool], *, is_wide: bool) -> tuple[Any, Any]:
+    """Let the first sample have other outputs, and count half by those targets in which samples differ: a class beside
+    a flag is none that is ignored. `is_wide` has all numbers in float32 at least."""
     outputs, wanted = map_tensors(pair, _widen if is_wide else torch.Tensor.clone)
     for each in tensors_of(outputs):
         if not each.is_floating_point() or factor == 1.0:
@@ -228,7 +249,10 @@ def _vary(pair: tuple[Any, Any], factor: float, *, is_wide: bool) -> tuple[Any, 
             vary_within_bounds(each[0])
         else:  # and not only larger: a last layer may begin with zeros
             each[0] = each[0] * factor + torch.arange(each[0].numel()).cos().view_as(each[0])
-    for each in tensors_of(wanted):
+    every = tensors_of(wanted)
+    for place, each in enumerate(every):
+        if not any(uneven[place :: len(every)]):
+            continue
         if each.dtype in (torch.int64, torch.int32):
             _ignore_half(each[0], _IGNORED)
         elif each.dtype is torch.bool:

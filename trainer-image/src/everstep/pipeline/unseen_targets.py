@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,13 +76,13 @@ class UnseenTargets:
         self.are_new = is_due and any(map(self._is_beyond, _measure(targets, _count_samples(targets))))
         self._looks += self.are_new
 
-    def take_pairs(self, output: Any, targets: Any) -> Iterator[tuple[SamplePair, SamplePair | None]]:
+    def take_pairs(self, output: Any, targets: Any) -> Iterator[tuple[SamplePair, list[Callable[[], SamplePair]]]]:
         """Copy pairs of samples, one of them of this micro-batch at least, as different as can be in what is new, which
         then is not new any more.
 
         Yields:
-            A pair; and the same with all that the model returns, but for its largest tensor, for both samples together,
-            as it may be of no samples. None if there is no other tensor with a row for each.
+            A pair; and what makes the same with all that the model returns, but for one tensor, for both samples
+            together, as it may be of no samples. None of them if there is no other tensor with a row for each.
         """
         samples, tensors = _count_samples(targets), tensors_of((output, targets))
         are_cut = [bool(each.dim()) and len(each) == samples for each in tensors]
@@ -100,9 +101,10 @@ class UnseenTargets:
             if is_cut
         ):
             known = {measured.place: measured.low[0] for measured in _measure(first[outputs:], 1)}
-        largest = sizes.index(max(sizes))
-        of_largest = [
-            is_cut and place in (largest, *range(outputs, len(tensors))) for place, is_cut in enumerate(are_cut)
+        cut = sorted((place for place, size in enumerate(sizes) if size), key=lambda place: -sizes[place])
+        of_one = [
+            [is_cut and place in (one, *range(outputs, len(tensors))) for place, is_cut in enumerate(are_cut)]
+            for one in (cut if len(cut) > 1 else ())
         ]
         for place, *ends in _measure(targets, samples):
             ends += [(known[place], _FIRST)] if place in known else []
@@ -111,8 +113,8 @@ class UnseenTargets:
                 before = self._seen.get(place, (math.inf, -math.inf))
                 self._seen[place] = min(low[0], before[0]), max(high[0], before[1])
                 rows = low[1], high[1]
-                whole = None if of_largest == are_cut else _make_pair(output, targets, first, rows, of_largest)
-                yield _make_pair(output, targets, first, rows, are_cut), whole
+                make = partial(_make_pair, output, targets, first, rows)
+                yield make(are_cut), [partial(make, each) for each in of_one]
 
     def forget(self) -> None:
         """Take what was seen for new, since the losses of it showed nothing."""
