@@ -80,7 +80,7 @@ def test_a_script_shuffles_alike_on_all_ranks_after_an_evaluation_in_which_one_s
     """Else the first stage reads other samples than those to which the last has the targets."""
     first, last = ranks.run(2, _train_epochs)
     assert not first
-    assert len(last) == 2 * 3 * 4 * 2
+    assert len(last) >= 2 * 3 * 4 * 2  # and some more where samples are compared
     assert max(last) < 8  # noise, and not the distance of two samples of other batches
 
 

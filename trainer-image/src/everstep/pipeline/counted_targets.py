@@ -248,7 +248,7 @@ def _vary(pair: tuple[Any, Any], factor: float, uneven: Sequence[bool], *, is_wi
             # A kernel that asserts what its input may be, as of probabilities, ends all use of the device.
             vary_within_bounds(each[0])
         else:  # and not only larger: a last layer may begin with zeros
-            each[0] = each[0] * factor + torch.arange(each[0].numel()).cos().view_as(each[0])
+            each[0] = each[0] * factor + torch.arange(each[0].numel(), device="cpu").cos().view_as(each[0])
     every = tensors_of(wanted)
     for place, each in enumerate(every):
         if not any(uneven[place :: len(every)]):

@@ -161,8 +161,8 @@ def shrink_numbers(tensors: Sequence[torch.Tensor]) -> None:
     """Take from a half to all of each number, in place: probabilities and their logarithms stay such."""
     for number, each in enumerate(tensors):
         if each.is_floating_point():
-            generator = torch.Generator().manual_seed(number)
-            each.mul_((torch.rand(each.shape, generator=generator) / 2 + 0.5).to(each))
+            generator = torch.Generator("cpu").manual_seed(number)
+            each.mul_((torch.rand(each.shape, generator=generator, device="cpu") / 2 + 0.5).to(each))
 
 
 def vary_within_bounds(row: torch.Tensor) -> None:
