@@ -211,6 +211,14 @@ def test_outputs_that_a_device_may_have_no_room_for_twice_are_left_alone(monkeyp
         train(loss, [classes(2, True)], 4)
 
 
+def test_a_step_goes_on_where_there_is_no_memory_to_compare_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    monkeypatch.setattr(unseen_targets, "_make_pair", fail)
+    train(CountedTargets(of_classes, None), [classes(0, False), classes(1, True)], 4)
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_what_is_varied_on_a_device_that_asserts_its_inputs_stays_a_probability(kind: Any) -> None:
     for row in (torch.zeros(3, 5), torch.ones(3, 5), draw(0, 3, 5).sigmoid()):

@@ -28,7 +28,7 @@ from everstep_operator.plan.checkpoint_status import (
 from everstep_operator.plan.conditions import build_conditions
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.gang import BLOCKED_REASONS
-from everstep_operator.plan.plan_context import PlanContext, to_utc
+from everstep_operator.plan.plan_context import FORMING_PHASES, PlanContext, to_utc
 from everstep_operator.plan.pod_replacement import LOSS_REASONS
 from everstep_operator.plan.restart_budget import charge_ended_generations
 from everstep_operator.plan.usage import find_booking_time, update_usage
@@ -46,7 +46,7 @@ _TIMING_OF_PHASE = {
 }
 _PHASES_THAT_GO_ON = frozenset({Phase.SCHEDULING, Phase.STARTING, Phase.RUNNING, Phase.RESTARTING})
 _WARNING_PHASES = frozenset({Phase.FAILED, Phase.RESTARTING})
-_FORMING = frozenset({Phase.PENDING, Phase.SCHEDULING, Phase.STARTING})
+_FORMING = FORMING_PHASES - {Phase.SUSPENDED}
 _FORMING_REASONS = frozenset({Reason.WAITING_FOR_CAPACITY, Reason.SCHEDULED})
 
 
