@@ -34,13 +34,12 @@ def model(step: int) -> torch.nn.Linear:
     return made
 
 
-def train(rank: int, url: str, memory: Path, last: int, commit_timeout: float = 1800.0) -> tuple[int, float, list[str]]:
+def train(rank: int, url: str, memory: Path, last: int, **times: float) -> tuple[int, float, list[str]]:
     """Goes on from the newest to step `last`, saving at each; where it began, what it found, and what failed."""
     os.environ.update(ENVIRONMENT)
     made, failed = model(-1), []
     options: dict[str, Any] = {"options": {"read_timeout": 1.0}, "directory": memory, "linger": 1.0, "timeout": 60.0}
-    options["commit_timeout"] = commit_timeout
-    with everstep.checkpointer(url, every_steps=1, policy="wait", **group_session(**options)) as ckpt:
+    with everstep.checkpointer(url, every_steps=1, policy="wait", **group_session(**options | times)) as ckpt:
         ckpt.on("failed", lambda event: failed.append(event.why))
         start = ckpt.restore(model=made)
         found = float(made.weight.mean())
@@ -53,7 +52,7 @@ def train(rank: int, url: str, memory: Path, last: int, commit_timeout: float = 
 
 def train_until_it_is_told(rank: int, url: str, memory: Path, last: int) -> tuple[int, float, list[str]] | str:
     try:
-        return train(rank, url, memory, last, commit_timeout=20.0)
+        return train(rank, url, memory, last, commit_timeout=20.0, linger=120.0)
     except SaveFailed as error:
         return str(error)
 
@@ -91,10 +90,10 @@ def test_a_run_survives_a_store_that_fails_now_and_then(s3_url: str, proxy: Faul
 
 
 def test_a_store_that_is_gone_ends_no_training_and_leaves_the_last_good_one(
-    s3_url: str, proxy: FaultProxy, tmp_path: Path
+    s3_url: str, proxy: FaultProxy, folder: Path
 ) -> None:
     url = through(proxy, s3_url)
-    run(2, train, url, tmp_path / "first", 2, timeout=120)
+    run(2, train, url, folder / "memory of the first", 2, timeout=120)
     manifests = 0
 
     def gone_after_the_first_commit(_: int, request: Request) -> Fault | None:
@@ -103,16 +102,16 @@ def test_a_store_that_is_gone_ends_no_training_and_leaves_the_last_good_one(
         return Fault.RESET if manifests > 2 else None
 
     proxy.begin(gone_after_the_first_commit)
-    ends = run(2, train_until_it_is_told, url, tmp_path / "second", 5, timeout=240)
+    ends = run(2, train_until_it_is_told, url, folder / "memory of the second", 5, timeout=240)
     assert all(isinstance(end, str) for end in ends), ends
     store = open_store(s3_url)
     newest = list_candidates(store)[0]
     assert 2 < newest.step < 5
     verify_checkpoint(store, newest)
     proxy.begin()
-    # The writer is still there, and stores what it has as soon as it can.
-    until(lambda: list_candidates(store)[0].step == 5, "step 5 in the store")
-    third = run(2, train, url, tmp_path / "third", 6, timeout=120)
+    # The writer is still there, and stores what it has as soon as it can: its pauses have grown with the outage.
+    until(lambda: list_candidates(store)[0].step == 5, "step 5 in the store", 100.0)
+    third = run(2, train, url, folder / "memory of the third", 6, timeout=120)
     assert [(start, found) for start, found, _ in third] == [(5, 5.0), (5, 5.0)]
 
 
