@@ -52,3 +52,12 @@ for _ in range(2):
         pass
 """
     run_script(tmp_path, lose)
+
+
+def test_a_script_that_makes_warnings_errors_starts_a_writer_without_one(tmp_path: Path) -> None:
+    """As a test of a user's does, under pytest's `filterwarnings = error`: the writer goes on when it is let go."""
+    code = _SCRIPT.format(change="")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")

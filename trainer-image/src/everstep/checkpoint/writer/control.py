@@ -27,6 +27,7 @@ from everstep.checkpoint.format.keys import Attempt
 from everstep.checkpoint.slots import slot_files
 from everstep.checkpoint.slots.own_files import LOG as LOG
 from everstep.checkpoint.slots.own_files import SOCKET as SOCKET
+from everstep.checkpoint.writer.detached_process import DetachedProcess
 
 PROTOCOL = 5
 MAX_LINE = 1 << 20
@@ -251,7 +252,7 @@ class WriterLink:
                 (answers if "id" in said else self._reports).append(said)
 
 
-def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT) -> subprocess.Popen[bytes]:
+def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT) -> DetachedProcess:
     """Start a writer in a session of its own, without torch, CUDA or any open file of ours.
 
     It ends when another writer keeps the directory for `patience` seconds.
@@ -264,7 +265,7 @@ def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT
     arguments = [str(directory), f"--linger={linger:g}", f"--patience={patience:g}"]
     try:
         with (directory / LOG).open("ab") as log:
-            return subprocess.Popen(
+            return DetachedProcess(
                 [sys.executable, "-P", "-c", _WRITER_CODE, _PACKAGE_ROOT, *arguments, *_list_places()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -353,7 +354,7 @@ class _Starter:
         self._linger = linger
         self._timeout = timeout
         self._until = time.monotonic() + timeout
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: DetachedProcess | None = None
         self._killed = 0  # writers that a signal ended before they listened
 
     @property
