@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as f  # noqa: E402
 
-from everstep.pipeline import EngineOptions, PlanOptions, pipeline, unseen_targets  # noqa: E402
+from everstep.pipeline import EngineOptions, PlanOptions, counted_targets, pipeline, unseen_targets  # noqa: E402
 from everstep.pipeline.counted_targets import CountedTargets  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -217,6 +217,27 @@ def test_a_step_goes_on_where_there_is_no_memory_to_compare_samples(monkeypatch:
 
     monkeypatch.setattr(unseen_targets, "_make_pair", fail)
     train(CountedTargets(of_classes, None), [classes(0, False), classes(1, True)], 4)
+
+
+def test_a_step_goes_on_where_there_is_no_memory_to_let_targets_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, ignoring = 0, mean_of_words(-100)
+
+    def fail(*_: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    output, targets = words(0)
+    targets[3] = -100
+    monkeypatch.setattr(counted_targets, "_take_pair", fail)
+    monkeypatch.setattr(unseen_targets, "_LARGEST", 0)
+    loss = CountedTargets(ignoring, None)
+    train(loss, [(output, targets)] * 20, 4)
+    assert calls == 16
+    monkeypatch.undo()
+    monkeypatch.setattr(unseen_targets, "_LARGEST", 0)
+    with pytest.raises(PipelineError, match="is a mean over what counts"):
+        train(CountedTargets(ignoring, None), [(output, targets)], 4)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -92,13 +92,15 @@ class CountedTargets:
 
     def __call__(self, output: Any, targets: Any) -> Any:
         unseen = self._unseen.are_new and not self._is_weighted
-        error = None
+        looks, self._looks = self._looks, False
+        error = pair = None
         try:
             error = self._look_at_unseen(output, targets) if unseen else None
+            pair = _take_pair(output, targets) if looks else None  # before the loss, which may write what it is given
         except RuntimeError as why:  # no memory for copies, where there is just enough for training
             _log.info("whether the loss counts targets was not checked: %s: %s", type(why).__name__, why)
-        looks, self._looks = self._looks, False
-        pair = _take_pair(output, targets) if looks else None  # before the loss, which may write what it is given
+            self._tries += looks
+            self._is_done, looks = self._is_done or self._tries == _TRIES, False
         given = self._loss(output, targets)  # may know more of why
         if error is not None:
             raise error
