@@ -319,6 +319,17 @@ def test_a_writer_whose_directory_was_removed_leaves_the_one_of_the_next_run_alo
     assert site.good(key(30, generation=2))
 
 
+def test_a_writer_whose_directory_was_removed_says_so_of_the_save_under_way(site: Site) -> None:
+    """Before, the rank whose connection it closed first was said to have left."""
+    node = site.node(linger=0.2)
+    number = node.begin(key(10))
+    node.fill(key(10), number, 1)
+    shutil.rmtree(node.directory)
+    for local in range(2):
+        assert f"{node.directory} was removed by another process" in node.report("failed", local)["why"]
+    until(lambda: not node.runs, "the writer, which has nothing left, has ended")
+
+
 def test_a_run_whose_writer_may_not_linger_finds_one_and_ends_it(site: Site) -> None:
     """Before, each writer that was started had ended before a rank could connect."""
     node = site.node(linger=0.0)

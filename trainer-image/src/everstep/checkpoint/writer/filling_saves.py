@@ -82,6 +82,10 @@ class Filling(Generic[C]):
             if before is not None and save.ranks.get(local) == before:
                 save.ranks[local] = connection
 
+    def list_begun(self) -> list[Key]:
+        """Return the saves that some rank is still to fill."""
+        return list(self._saves)
+
     def list_passed(self, local: int, key: Key) -> list[Key]:
         """Return the saves that this local rank, which is at a newer one, has not said to be done with."""
         return [each for each, save in self._saves.items() if each < key and local not in save.done]

@@ -238,15 +238,14 @@ class Writer:
 
     def _lose(self, writer: asyncio.StreamWriter) -> None:
         lost = self._ranks.pop(writer, None)
-        if lost is None:
+        if lost is None or self._ended.is_set():  # it is this process that leaves, and no rank
             return
         self._changed.set()
         self._idle_since = time.monotonic()
         if self._config is None or not self._membership.is_of_run(lost.run):
             return
-        local = lost.local
-        for key in self._filling.without(local, writer):
-            self._give_up(key, f"{CheckpointRankLost([self._config.ranks[local]], LEFT_EARLY)}")
+        for key in self._filling.without(lost.local, writer):
+            self._give_up(key, f"{CheckpointRankLost([self._config.ranks[lost.local]], LEFT_EARLY)}")
 
     # ---- a save
 
@@ -323,7 +322,9 @@ class Writer:
         if (found := self._slots.find_claimed(key)) is not None:
             self._storing.start(*found, self._config)
             return
-        # No rank waits for an answer: all learn it from a report.
+        self._report_removed(key)  # no rank waits for an answer: all learn it from a report
+
+    def _report_removed(self, key: Key) -> None:
         self._report({"event": "failed", "key": str(key), "why": slot_files.explain_removed(self._slots.directory)})
 
     def _is_summing(self) -> bool:
@@ -388,16 +389,15 @@ class Writer:
         if self._storing.is_busy:
             return False
         if not self._has_directory():  # what is there now is another run's, or nobody's
-            _log.warning("%s was removed by another process", self._slots.directory)
+            for key in self._filling.list_begun():
+                self._report_removed(key)
             return True
         if ended_well and not self._storing.list_unsaved():
             return self._remove_slots()
-        if self._copier.busy:
+        if self._copier.busy or self._ranks:
             return False
-        if self._told_to_end and not self._ranks:
+        if self._told_to_end:
             return True
-        if self._ranks:
-            return False
         if self._memory.found_no_room and self._memory.is_empty():
             return self._remove_slots()  # the ranks were told, and left
         # The first rank needs a moment to connect.
