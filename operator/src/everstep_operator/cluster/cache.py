@@ -53,12 +53,13 @@ def object_key(raw: Mapping[str, Any]) -> Key:
 
 
 class ObjectCache(Generic[T]):
-    """A cache of one kind of object. `keep` makes the value from the raw object; `noticed` is called at each change."""
+    """A cache of one kind of object. `keep` makes the value from the raw object and the value that its name has now;
+    `noticed` is called at each change."""
 
     def __init__(
         self,
         kind: str,
-        keep: Callable[[Mapping[str, Any]], T],
+        keep: Callable[[Mapping[str, Any], T | None], T],
         noticed: Callable[[Key, T | None, T | None], None],
         is_listed: Callable[[T], bool] = lambda value: True,
         *,
@@ -105,7 +106,7 @@ class ObjectCache(Generic[T]):
         if self._tombstones.covers(uid, version, listed_at):
             return False
         self.newest = max(self.newest, version)
-        value = self._keep(raw)
+        value = self._keep(raw, old.value if old is not None else None)
         if old is not None and old.uid != uid:  # two objects never have one name at a time
             self._tombstones.add(old.uid)
         self._entries[key] = CacheEntry(uid, version, value)
@@ -140,7 +141,7 @@ class ObjectCache(Generic[T]):
         return made
 
     def _reads_differently(self, raw: Mapping[str, Any], version: int, old: CacheEntry[T]) -> bool:
-        return self._is_custom and version == old.version and self._keep(raw) != old.value
+        return self._is_custom and version == old.version and self._keep(raw, old.value) != old.value
 
     def revive(self, raw: Mapping[str, Any]) -> None:
         """Take in an object that was there after it was taken for deleted.
@@ -261,7 +262,7 @@ class ClusterCache:
             POOLS.kind, _strip_managed_fields, self._pool_noticed, is_custom=True
         )
         self.nodes: ObjectCache[NodeView] = ObjectCache(
-            NODES.kind, lambda raw: parse_node(raw, self.node_rules), self._node_noticed
+            NODES.kind, lambda raw, _: parse_node(raw, self.node_rules), self._node_noticed
         )
 
     def pods_of(self, job: Key) -> tuple[PodView, ...]:
@@ -311,6 +312,8 @@ class ClusterCache:
 
     def _pod_noticed(self, key: Key, old: tuple[str, PodView] | None, new: tuple[str, PodView] | None) -> None:
         namespace, name = key
+        if old == new:  # nothing that a plan reads
+            return
         if old is not None and (new is None or new[0] != old[0]):
             self._forget_pod((namespace, old[0]), name)
         if new is not None:
@@ -323,7 +326,7 @@ class ClusterCache:
         for side, change in ((old, -1), (new, 1)):
             if side is not None:
                 self._count_starting((namespace, side[0]), side[1], change)
-        for job in {side[0] for side in (old, new) if side is not None and old != new}:
+        for job in {side[0] for side in (old, new) if side is not None}:
             self._pick_touch((namespace, job), old, new)((namespace, job))
 
     def _count_starting(self, job: Key, pod: PodView, change: int) -> None:
@@ -358,7 +361,7 @@ class ClusterCache:
             self._pods_of.pop(job, None)
 
 
-def _strip_managed_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _strip_managed_fields(raw: Mapping[str, Any], _: object = None) -> Mapping[str, Any]:
     """Return an object without managedFields, which outweigh the rest."""
     return {**raw, "metadata": {k: v for k, v in (raw.get("metadata") or {}).items() if k != "managedFields"}}
 
@@ -369,7 +372,7 @@ def _strip_status(job: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[st
     return rest, {key: value for key, value in job["metadata"].items() if key != "resourceVersion"}
 
 
-def _parse_pod(raw: Mapping[str, Any]) -> tuple[str, PodView]:
+def _parse_pod(raw: Mapping[str, Any], before: tuple[str, PodView] | None) -> tuple[str, PodView]:
     """Return the name of the pod's job, and what plans need to know of the pod.
 
     Tools and people change labels of running pods. The owner decides; a pod without one only has the label.
@@ -377,4 +380,6 @@ def _parse_pod(raw: Mapping[str, Any]) -> tuple[str, PodView]:
     meta = raw.get("metadata") or {}
     owners = (each for each in meta.get("ownerReferences") or () if each.get("controller"))
     name = next((each.get("name") for each in owners if each.get("kind") == JOBS.kind), None)
-    return str(name or (meta.get("labels") or {}).get(LABEL_JOB) or ""), parse_pod(raw)
+    return str(name or (meta.get("labels") or {}).get(LABEL_JOB) or ""), parse_pod(
+        raw, before[1] if before is not None else None
+    )

@@ -36,6 +36,7 @@ from everstep_operator.cluster.api_answer import (
 from everstep_operator.cluster.api_session import open_api_session
 from everstep_operator.cluster.resources import LEASES, ApiResource
 from everstep_operator.cluster.server_clock import ServerClock
+from everstep_operator.cluster.stream_pacing import StreamPacer, gather_events
 
 log = structlog.get_logger(__name__)
 
@@ -87,6 +88,7 @@ class Client:
         self._relogin = relogin
         self._relogged_at = float("-inf")
         self._timeout = timeout
+        self._timeouts = aiohttp.ClientTimeout(total=timeout, sock_connect=min(5.0, timeout))
         self._attempts = attempts
         self._field_manager = field_manager
         self._session = open_api_session(configuration)
@@ -189,7 +191,7 @@ class Client:
                 raise
             response = await self._open_watch(resource, path, query)
         async with response:
-            rest = b""
+            rest, pacer = b"", StreamPacer()
             while True:
                 with typed_errors("watch", path):
                     try:
@@ -202,6 +204,8 @@ class Client:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     yield line
+                if pacer.note(len(lines)):
+                    await gather_events(response)
 
     async def _open_watch(self, resource: ApiResource, path: str, query: Any) -> aiohttp.ClientResponse:
         code = "error"
@@ -397,7 +401,7 @@ class Client:
                     headers={"Accept": accept, "Content-Type": kind},
                     data=None if body is None else encode_body(body),
                     allow_redirects=False,  # the token is for this server alone
-                    timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
+                    timeout=self._timeouts,
                 )
                 async with response:
                     code = str(response.status)

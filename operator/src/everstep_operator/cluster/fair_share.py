@@ -153,13 +153,15 @@ class FairSemaphore:
     @contextlib.asynccontextmanager
     async def slot(self, namespace: str) -> AsyncIterator[None]:
         """Hold a slot for this namespace within the block; wait for one before it."""
-        slot = await self._acquire(namespace)
+        is_free = not self._waiting and self._share.may_take(namespace)
+        slot = self._share.take(namespace) if is_free else await self._acquire(namespace)
         try:
             yield
         finally:
             self._share.give_back(slot)
             self._set_limit(self._allowed + 1 / self._allowed)
-            self._serve()
+            if self._waiting:
+                self._serve()
 
     @property
     def limit(self) -> int:

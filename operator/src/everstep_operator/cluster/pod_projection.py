@@ -8,84 +8,83 @@ that `parse_pod` remains the only place that judges a pod; a test compares what 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 
-class ProjectedMetadata(msgspec.Struct, gc=False):
-    name: Any = UNSET
-    namespace: Any = UNSET
-    uid: Any = UNSET
-    resourceVersion: Any = UNSET
-    labels: Any = UNSET
-    creationTimestamp: Any = UNSET
-    deletionTimestamp: Any = UNSET
-    deletionGracePeriodSeconds: Any = UNSET
-    ownerReferences: Any = UNSET
-    finalizers: Any = UNSET
+class ProjectedMetadata(TypedDict, total=False):
+    name: Any
+    namespace: Any
+    uid: Any
+    resourceVersion: Any
+    labels: Any
+    creationTimestamp: Any
+    deletionTimestamp: Any
+    deletionGracePeriodSeconds: Any
+    ownerReferences: Any
+    finalizers: Any
 
 
-class ProjectedContainer(msgspec.Struct, gc=False):
-    name: Any = UNSET
-    command: Any = UNSET
-    env: Any = UNSET
+class ProjectedContainer(TypedDict, total=False):
+    name: Any
+    command: Any
+    env: Any
 
 
-class ProjectedVolume(msgspec.Struct, gc=False):
-    name: Any = UNSET
-    secret: Any = UNSET
-    configMap: Any = UNSET
-    projected: Any = UNSET
+class ProjectedVolume(TypedDict, total=False):
+    name: Any
+    secret: Any
+    configMap: Any
+    projected: Any
 
 
-class ProjectedAffinity(msgspec.Struct, gc=False):
-    nodeAffinity: Any = UNSET
+class ProjectedAffinity(TypedDict, total=False):
+    nodeAffinity: Any
 
 
-class ProjectedSpec(msgspec.Struct, gc=False):
-    nodeName: Any = UNSET
-    schedulingGates: Any = UNSET
-    affinity: ProjectedAffinity | UnsetType | None = UNSET
-    containers: list[ProjectedContainer] | UnsetType | None = UNSET
-    volumes: list[ProjectedVolume] | UnsetType | None = UNSET
+class ProjectedSpec(TypedDict, total=False):
+    nodeName: Any
+    schedulingGates: Any
+    affinity: ProjectedAffinity | None
+    containers: list[ProjectedContainer] | None
+    volumes: list[ProjectedVolume] | None
 
 
-class ProjectedContainerStatus(msgspec.Struct, gc=False):
-    name: Any = UNSET
-    state: Any = UNSET
+class ProjectedContainerStatus(TypedDict, total=False):
+    name: Any
+    state: Any
 
 
-class ProjectedStatus(msgspec.Struct, gc=False):
-    phase: Any = UNSET
-    reason: Any = UNSET
-    message: Any = UNSET
-    podIP: Any = UNSET
-    conditions: Any = UNSET
-    containerStatuses: list[ProjectedContainerStatus] | UnsetType | None = UNSET
-    initContainerStatuses: list[ProjectedContainerStatus] | UnsetType | None = UNSET
+class ProjectedStatus(TypedDict, total=False):
+    phase: Any
+    reason: Any
+    message: Any
+    podIP: Any
+    conditions: Any
+    containerStatuses: list[ProjectedContainerStatus] | None
+    initContainerStatuses: list[ProjectedContainerStatus] | None
 
 
-class ProjectedPod(msgspec.Struct, gc=False):
+class ProjectedPod(TypedDict, total=False):
     """A pod; also the `Status` that an event of the type ERROR carries, by its code and message."""
 
-    metadata: ProjectedMetadata | UnsetType = UNSET
-    spec: ProjectedSpec | UnsetType = UNSET
-    status: ProjectedStatus | str | UnsetType = UNSET
-    code: Any = UNSET
-    reason: Any = UNSET
-    message: Any = UNSET
+    metadata: ProjectedMetadata
+    spec: ProjectedSpec
+    status: ProjectedStatus | str
+    code: Any
+    reason: Any
+    message: Any
 
 
-class ProjectedEvent(msgspec.Struct, gc=False):
+class ProjectedEvent(TypedDict, total=False):
     type: str
     object: ProjectedPod
 
 
-class ProjectedList(msgspec.Struct, gc=False):
-    metadata: Any = UNSET
-    items: list[ProjectedPod] | UnsetType | None = UNSET
+class ProjectedList(TypedDict, total=False):
+    metadata: Any
+    items: list[ProjectedPod] | None
 
 
 _EVENTS, _LISTS, _PODS = (msgspec.json.Decoder(kind) for kind in (ProjectedEvent, ProjectedList, ProjectedPod))
@@ -108,6 +107,6 @@ def decode_pod(text: bytes) -> Any:
 
 def _project(decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
     try:
-        return msgspec.to_builtins(decoder.decode(text))
+        return decoder.decode(text)
     except msgspec.DecodeError:  # text or types that no API server writes: `parse_pod` makes the best of them
         return json.loads(text)

@@ -7,6 +7,7 @@ be a day off, or be set while we run, so it is not asked: each answer of the API
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
@@ -48,9 +49,7 @@ class ServerClock:
             date: The answer's `Date`: whole seconds, cut off.
             asked_at: When the request was sent, by the steady clock.
         """
-        try:
-            told = parsedate_to_datetime(date).timestamp()
-        except (TypeError, ValueError, OverflowError):
+        if (told := _parse_date(date)) is None:
             return
         received = self.steady()
         low, high = told - received, told + 1.0 - asked_at  # the offset lies between these
@@ -65,6 +64,14 @@ class ServerClock:
         elif received - self._doubted[0] >= CONFIRM_SECONDS:
             log.warning("the API server's clock stays where it has jumped to", seconds=nearest - self._offset)
             self._offset, self._doubted = nearest, None
+
+
+@functools.lru_cache(maxsize=16)  # all answers of one second have the same
+def _parse_date(date: str) -> float | None:
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _clamp_value(value: float, low: float, high: float) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import random
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -70,7 +71,8 @@ class DelayQueue(Generic[K]):
         """Make `key` due at once, or `gap` seconds after it was last taken, if that is later. So a volley of events is
         one look at its first and one at all others together; none is without a look that begins after it."""
         last = self._taken.get(key)
-        self.add_after(key, 0.0 if last is None else last + gap - self.clock())
+        if last is None or last + gap < self._due.get(key, math.inf):  # else a look that is due before it sees it too
+            self.add_after(key, 0.0 if last is None else last + gap - self.clock())
 
     def retry(self, key: K) -> float:
         """Make `key` due again after its back-off (full doubling, the upper half jittered), and return the delay in

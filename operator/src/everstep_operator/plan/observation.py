@@ -246,15 +246,22 @@ class Observation:
         return replace(pod, gone_since=node.lost_since, notice=notice, on_spot=on_spot)
 
 
-def parse_pod(raw: Mapping[str, Any]) -> PodView:
-    """Sort out one pod as the API server gives it. Never raises on odd values: a pod is then of index or epoch -1."""
+def parse_pod(raw: Mapping[str, Any], before: PodView | None = None) -> PodView:
+    """Sort out one pod as the API server gives it. Never raises on odd values: a pod is then of index or epoch -1.
+
+    Args:
+        raw: The pod, or the part of it that is read.
+        before: What an earlier state of the name reads like; what never changes in one pod is taken from it.
+    """
     meta: Mapping[str, Any] = raw.get("metadata") or {}
     spec: Mapping[str, Any] = raw.get("spec") or {}
     status: Mapping[str, Any] = raw.get("status") or {}
     labels: Mapping[str, Any] = meta.get("labels") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     bound = conditions.get("PodScheduled") or {}
-    created = parse_timestamp(meta.get("creationTimestamp")) or 0.0
+    uid = str(meta.get("uid") or "")
+    fixed = before if before is not None and before.is_epoch_fixed and before.uid == uid != "" else None
+    created = fixed.created if fixed is not None else parse_timestamp(meta.get("creationTimestamp")) or 0.0
     scheduled_at = None
     if spec.get("nodeName"):
         bound_at = parse_timestamp(bound.get("lastTransitionTime")) if bound.get("status") == "True" else None
@@ -271,16 +278,16 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
     current: Mapping[str, Any] = over or state.get("running") or {}
     owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
     job = str(owner.get("name") or "")
-    token_secret = find_token_secret(spec)
-    fixed_epoch = _parse_fixed_epoch(spec) if token_secret else -1
+    token_secret = fixed.token_secret if fixed is not None else find_token_secret(spec)
+    fixed_epoch = fixed.epoch if fixed is not None else _parse_fixed_epoch(spec) if token_secret else -1
     kept_by = (meta.get("finalizers") or ()) if meta.get("deletionTimestamp") else ()
     return PodView(
         index=_parse_index(str(meta.get("name") or ""), job, labels),
         name=str(meta.get("name") or ""),
-        uid=str(meta.get("uid") or ""),
+        uid=uid,
         epoch=fixed_epoch if fixed_epoch >= 0 else parse_ordinal(labels.get(LABEL_EPOCH), -1),
         is_epoch_fixed=fixed_epoch >= 0,
-        template=_parse_template_epoch(spec, job, labels),
+        template=fixed.template if fixed is not None else _parse_template_epoch(spec, job, labels),
         created=created,
         owner=str(owner.get("uid") or ""),
         phase=str(status.get("phase") or "Pending"),
@@ -341,8 +348,8 @@ def _parse_fixed_epoch(spec: Mapping[str, Any]) -> int:
 
 def _deleting_since(meta: Mapping[str, Any]) -> float | None:
     """Return when the delete was asked for: `deletionTimestamp` is when the grace ends."""
-    at, grace = parse_timestamp(meta.get("deletionTimestamp")), _as_integer(meta.get("deletionGracePeriodSeconds"), 0)
-    return None if at is None else at - max(0, grace)
+    at = parse_timestamp(meta.get("deletionTimestamp"))
+    return None if at is None else at - max(0, _as_integer(meta.get("deletionGracePeriodSeconds"), 0))
 
 
 def _parse_container_end(over: Mapping[str, Any]) -> ContainerEnd:
@@ -414,7 +421,7 @@ def parse_termination_message(text: str) -> TerminationMessage | None:
 def clip_text(value: Any, limit: int = MAX_MESSAGE) -> str:
     """Return the value as text of at most `limit` characters; nothing for None."""
     # JSON can spell half of a surrogate pair; such text is not UTF-8, and no status can hold it.
-    text = "" if value is None else str(value).encode(errors="replace").decode()
+    text = str(value).encode(errors="replace").decode() if value is not None else ""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
