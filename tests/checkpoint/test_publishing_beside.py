@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -119,6 +120,21 @@ def test_the_end_of_training_waits_no_longer_than_its_limit(tmp_path: Path) -> N
     with pytest.raises(SaveFailed, match=r"step 7 is not in the store 0\.2 s after training"):
         published.finish()
     store.gate.set()
+
+
+def test_a_worker_that_is_forked_while_a_folder_is_stored_ends_at_once(tmp_path: Path) -> None:
+    published, store = held_published(tmp_path)
+    published.publish(written(tmp_path / "out", 1), 1)
+    assert store.begun.wait(PATIENCE)
+    worker = multiprocessing.get_context("fork").Process(target=int)
+    worker.start()
+    worker.join(10)
+    has_ended = not worker.is_alive()
+    worker.kill()
+    store.gate.set()
+    published.finish()
+    assert has_ended, "it waits for what only its parent stores"
+    assert steps(store) == [1]
 
 
 def test_an_error_of_training_is_not_hidden_by_one_of_its_last_save(tmp_path: Path) -> None:

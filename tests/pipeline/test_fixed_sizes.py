@@ -356,3 +356,30 @@ def test_a_choice_by_a_number_made_of_a_size_is_seen_where_twice_the_size_choose
             assert other != length
         else:
             torch.testing.assert_close(run_stages(stages, {"x": made(other)}), model(made(other)))
+
+
+def move_windows(x: Any) -> Any:
+    """Pad an image to windows of two by three, and add to each word what is beside it, as Swin does."""
+    high, wide = x.shape[1:3]
+    padded = nn.functional.pad(x, (0, 0, 0, (3 - wide % 3) % 3, 0, (2 - high % 2) % 2)).roll(1, 1)
+    rows, columns = padded.shape[1] // 2, padded.shape[2] // 3
+    windows = padded.view(x.shape[0], rows, 2, columns, 3, -1).transpose(2, 3).flatten(0, 2)
+    whole = windows.mean(1, keepdim=True).expand_as(windows).reshape(-1, rows, columns, 2, 3, x.shape[-1])
+    return padded + whole.transpose(2, 3).reshape(-1, rows * 2, columns * 3, x.shape[-1])
+
+
+def test_sizes_that_grow_beyond_what_can_be_followed_are_fixed() -> None:
+    def code(x: Any) -> Any:
+        for _ in range(3):
+            x = move_windows(x)
+        return x
+
+    model, image = Model(code), torch.linspace(-1.0, 1.0, 3 * 20 * 4, dtype=torch.float64).view(3, 5, 4, 4)
+    found = trace_model(model, image)
+    numbers = {place[2]: size for place, size in found.sizes.numbers}
+    assert numbers == {1: 5, 2: 4, 3: 4}
+    stages = split_model(found, {node.name: int(node.name > "one") for node in found.graph.nodes})
+    for samples in (1, 2, 3):
+        torch.testing.assert_close(run_stages(stages, {"x": image[:samples]}), model(image[:samples]))
+    with pytest.raises(PipelineError, match=r"dimension 1 of the argument 'x' is 4, and was 5"):
+        found.sizes.check({"x": image[:, :4]})

@@ -65,7 +65,7 @@ class BackgroundPublisher:
         self._waiting: _Publication | None = None
         self._current: _Publication | None = None
         self._works = False  # a thread is there while something is to be published
-        self._is_registered = False
+        self._registered: int | None = None  # the process whose exit waits for what is being stored
         self._ends_at: float | None = None  # no try is begun after it
         self._failure = ""  # why the last folder is not in the store
         self._refused = ""  # why the last one that was handed over could not be held
@@ -99,8 +99,8 @@ class BackgroundPublisher:
             if not self._works:
                 self._works = True
                 threading.Thread(target=self._work, name="everstep-publish", daemon=True).start()
-            if not self._is_registered:
-                self._is_registered = True
+            if self._registered != os.getpid():
+                self._registered = os.getpid()
                 _call_at_exit(self._end_of_process)
             self._changed.notify_all()
         if replaced is not None:
@@ -146,6 +146,9 @@ class BackgroundPublisher:
             )
 
     def _end_of_process(self) -> None:
+        # A child that was forked meanwhile (a loader's worker) has no thread that stores, and maybe a lock for ever.
+        if os.getpid() != self._registered:
+            return
         try:
             self.finish(_AT_EXIT_SECONDS)
         except SaveFailed as error:

@@ -322,6 +322,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         """Conditions on sizes that came up since the last operation are those of the module's own code."""
         if not self._stack or self.busy:
             return
+        self.sizes.refuse_long()
         found = self.sizes.new_conditions()
         if found and self.sizes.batch_is_fixed():
             raise SizesFixed(self._stack[-1].path)
@@ -419,6 +420,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         sizes = [self.sizes.symbol(size) for size in value.shape[len(first) :]]
         for dim, size in enumerate(sizes, len(first)):
             self.record.symbols[size.node.expr] = name, path, dim
+        sizes = list(map(int, sizes)) if self.sizes.are_numbers else sizes
         made: Any = torch.empty(first + sizes, dtype=value.dtype, device=self.device)
         self._refs[id(made)] = Argument(name, path)
         self._keep.append(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import sympy
@@ -14,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from everstep.pipeline.errors import PipelineError
 
 Shape = tuple[Any, ...]  # of ints and sympy expressions
+_MOST_PARTS = 300  # of an expression: some operations on longer ones take seconds, each
 
 # Operations whose results are more or fewer, or larger or smaller, by what torch finds of the sizes that it is given.
 _SQUEEZING = {"squeeze", "squeeze_"}
@@ -21,6 +23,11 @@ _SHAPING = {
     *("getitem", "setitem", "narrow", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit"),
     *("chunk", "unsafe_chunk", "unsafe_split", "unbind", "iter", "unfold"),
 }
+
+
+class SizesTooLong(BaseException):
+    """Code has computed sizes whose expressions grow so long that a trace would take hours: it is to be traced with the
+    example's numbers in the place of all sizes but that of the samples."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class _Env(ShapeEnv):  # type: ignore[misc]  # torch is not where types are chec
     that line from its own, torch would import the whole of torch.export, a second of processor time."""
 
     asked: list[Any]
+    known: set[Any]
+    are_too_long = False
 
     def _get_user_frame(self) -> None:
         return None
@@ -47,6 +56,10 @@ class _Env(ShapeEnv):  # type: ignore[misc]  # torch is not where types are chec
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as torch does, and keep in `asked` what was known already, of which there is no guard: each module
         asks for itself, and another stage may have asked before."""
+        if orig_expr not in self.known:
+            self.known.add(orig_expr)
+            parts = sympy.preorder_traversal(orig_expr)
+            self.are_too_long = self.are_too_long or next(islice(parts, _MOST_PARTS, None), None) is not None
         before = len(self.guards)
         found = super().evaluate_expr(orig_expr, *args, **kwargs)
         if len(self.guards) == before and getattr(orig_expr, "free_symbols", None):
@@ -60,10 +73,16 @@ class Sizes:
     """The symbols of one trace. `batch`: that of the samples; its value while tracing is a prime that nothing else has,
     so that no code takes another size for it. `made`: of sizes that only the module which makes a tensor knows, in the
     order in which they came up, with `made_hints` for values where they are to be others; `guessed`: those that depend
-    on data, and are none without `guesses`."""
+    on data, and are none without `guesses`. `are_numbers`: whether arguments have the example's sizes, but for that of
+    the samples."""
 
     def __init__(
-        self, taken: Iterable[int], *, guesses: bool = True, made_hints: Mapping[int, int] | None = None
+        self,
+        taken: Iterable[int],
+        *,
+        guesses: bool = True,
+        made_hints: Mapping[int, int] | None = None,
+        are_numbers: bool = False,
     ) -> None:
         self.env = _Env(
             allow_scalar_outputs=False,
@@ -71,7 +90,7 @@ class Sizes:
             specialize_zero_one=False,
             duck_shape=False,
         )
-        self.env.asked = []
+        self.env.asked, self.env.known, self.are_numbers = [], set(), are_numbers
         others = set(taken)
         self.hint = next(prime for prime in sympy.primerange(7, 10_000) if prime not in others)
         self._count = 0
@@ -137,6 +156,11 @@ class Sizes:
 
     def batch_is_fixed(self) -> bool:
         return isinstance(self.simplify(self.batch), int)
+
+    def refuse_long(self) -> None:
+        """Raise SizesTooLong if torch was asked for an expression that is too long to go on with."""
+        if self.env.are_too_long and not self.are_numbers:
+            raise SizesTooLong
 
     def count_fixed(self) -> int:
         """Return how many symbols have become numbers, or others."""

@@ -28,7 +28,7 @@ from everstep.pipeline.frontend.record import FIXES_SIZES, Call, ForwardRecord, 
 from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.result_kinds import find_used_symbols
 from everstep.pipeline.frontend.script_draws import ScriptDraws
-from everstep.pipeline.frontend.sizes import Sizes, collect_sizes, evaluate_size, symbols_of
+from everstep.pipeline.frontend.sizes import Sizes, SizesTooLong, collect_sizes, evaluate_size, symbols_of
 from everstep.pipeline.frontend.units import Item, Units, find_units
 from everstep.pipeline.graph import Graph, GraphNode
 
@@ -86,6 +86,7 @@ class Traced:
         return found
 
 
+_log = logging.getLogger("everstep.pipeline")
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)  # hooks are in ordered ones
 
 
@@ -105,6 +106,21 @@ def trace_model(
         Untraceable: Nothing can be said of the model's edges; `build_tree` may still cut it.
         PipelineError: The model does something else each time, by a plain attribute that it changes.
     """
+    try:
+        return _trace(model, example, unsplit_inputs, autocast, are_numbers=False)
+    except SizesTooLong:
+        _log.info("the model computes sizes too long to follow: all batches must have the example's, but for samples")
+        return _trace(model, example, unsplit_inputs, autocast, are_numbers=True)
+
+
+def _trace(
+    model: nn.Module,
+    example: Any,
+    unsplit_inputs: Collection[str],
+    autocast: torch.dtype | None,
+    *,
+    are_numbers: bool,
+) -> Traced:
     signature = Arguments(model)
     arguments, call = signature.name(example), partial(signature.call, model)
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
@@ -136,7 +152,7 @@ def trace_model(
                 module.training = mode if is_alike else not flag
         try:
             with casting_to(autocast, device.type), _quiet(given is not arguments):
-                new_sizes = partial(Sizes, known, made_hints=made_hints)
+                new_sizes = partial(Sizes, known, made_hints=made_hints, are_numbers=are_numbers)
                 return _record_call(model, given, call, device, new_sizes, unsplit_inputs, tables, unseen)
         finally:
             for module, flag in flags.items():
@@ -179,7 +195,7 @@ def trace_model(
     sizes, opened = find_fixed_sizes(record), _list_opened_modules(record.root, found)
     mode = record.root.training
     fixing = {call.path: FIXES_SIZES for call in record.root.all_calls() if call.fixes and call.path not in opened}
-    for number in sorted({each for _, each in sizes.numbers}):
+    for number in sorted({each for _, each in sizes.numbers} if not are_numbers else ()):
         for places in group_places(record, arguments, number):
             if not any(place in places for place, _ in sizes.numbers):
                 continue
