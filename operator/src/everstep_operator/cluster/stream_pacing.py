@@ -9,12 +9,15 @@ come.
 from __future__ import annotations
 
 import asyncio
+import asyncio.trsock
+import contextlib
+import socket
 import time
 from collections.abc import Callable
 
 import aiohttp
 
-GATHER_SECONDS = 0.02
+GATHER_SECONDS, GATHER_BYTES = 0.02, 64 << 10
 # A stream is busy once it has told more than so many events, of which so many a second are forgotten.
 BURST_EVENTS, USUAL_EVENTS_PER_SECOND = 20.0, 50.0
 _MOST_EVENTS = 2 * BURST_EVENTS  # it stops to be busy within half a second, however many there were
@@ -40,7 +43,7 @@ class StreamPacer:
 
 
 async def gather_events(response: aiohttp.ClientResponse) -> None:
-    """Read nothing of a response for a moment: what comes meanwhile is left as it came.
+    """Wait a moment for more of a response, and let the kernel gather it meanwhile.
 
     Args:
         response: A response that tells events; one that has ended is left alone.
@@ -48,8 +51,16 @@ async def gather_events(response: aiohttp.ClientResponse) -> None:
     connection = response.connection
     if connection is None or (transport := connection.transport) is None:
         return
-    transport.pause_reading()
+    # To pause the transport would not do: that of an encrypted connection goes on to wake for each packet.
+    peer = transport.get_extra_info("socket")
+    _set_low_water(peer, GATHER_BYTES)
     try:
         await asyncio.sleep(GATHER_SECONDS)
     finally:
-        transport.resume_reading()
+        _set_low_water(peer, 1)
+
+
+def _set_low_water(peer: asyncio.trsock.TransportSocket, num_bytes: int) -> None:
+    """Let a socket wake nobody before so many bytes are there, or its end is: see SO_RCVLOWAT in socket(7)."""
+    with contextlib.suppress(OSError):  # it is closed, or its kernel cannot: then each packet wakes
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
