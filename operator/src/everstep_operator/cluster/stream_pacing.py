@@ -52,7 +52,8 @@ async def gather_events(response: aiohttp.ClientResponse) -> None:
     if connection is None or (transport := connection.transport) is None:
         return
     # To pause the transport would not do: that of an encrypted connection goes on to wake for each packet.
-    peer = transport.get_extra_info("socket")
+    if (peer := transport.get_extra_info("socket")) is None:
+        return
     _set_low_water(peer, GATHER_BYTES)
     try:
         await asyncio.sleep(GATHER_SECONDS)
