@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,16 @@ def test_a_folder_of_dcp_that_lacks_a_file_is_named(store: Path, tmp_path: Path)
     next((tmp_path / "out").glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"out cannot be read by DCP: .*No such file.*distcp"):
         importing.import_dcp(tmp_path / "out", tmp_path / "new")
+
+
+def test_a_rename_of_what_is_not_there_is_told(store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    export, imported = partial(exporting.export_safetensors, store), importing.import_safetensors
+    export(tmp_path / "x.safetensors", rename={"wei": "w", "bias": None})
+    imported(tmp_path / "x.safetensors", tmp_path / "one", rename={"model.": "net."})
+    assert not caplog.records
+    export(tmp_path / "y.safetensors", rename={"wei": "w", "model.": "net."})
+    imported(tmp_path / "x.safetensors", tmp_path / "two", rename={"wght": "weight"})
+    assert [each.message.partition(",")[0] for each in caplog.records] == [
+        "rename: no name begins with model.",
+        "rename: no name begins with wght",
+    ]

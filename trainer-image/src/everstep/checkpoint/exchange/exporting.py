@@ -22,6 +22,7 @@ from everstep.checkpoint.catalog.candidates import each_candidate, is_committed,
 from everstep.checkpoint.catalog.leases import ReadLease, hold_read_lease
 from everstep.checkpoint.catalog.selection import NoSuchStep, Only, Rename, is_meant, rename_leaves, select_keys
 from everstep.checkpoint.errors import CheckpointError, Removed
+from everstep.checkpoint.exchange.renames import warn_of_unused_renames
 from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.manifest import get_itemsize
@@ -164,6 +165,7 @@ def _plan_files(
     index = read_index(open_store(uri, **(options or {})), key)
     tensors = _collect_tensors(loaded, name, arrays=index.values.keys() & index.tensors.keys())
     full_names = {each: _find_full_name(name, each, index.tensors) for each in tensors}
+    warn_of_unused_renames(rename, tensors)
     every = rename_leaves({each: each for each in tensors}, rename)
     kept = _find_kept(
         {full_names[old]: new for new, old in every.items()},

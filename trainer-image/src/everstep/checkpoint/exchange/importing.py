@@ -15,6 +15,7 @@ import torch
 from everstep.checkpoint.catalog.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.exporting import FORMAT_KEY, explain_foreign
+from everstep.checkpoint.exchange.renames import warn_of_unused_renames
 from everstep.checkpoint.exchange.state_dicts import (
     OptimizerOrder,
     check_object_name,
@@ -216,7 +217,9 @@ def _import_leaves(
     metadata: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> Key:
-    wanted = rename_leaves(_choose_leaves(leaves, only), rename)
+    chosen = _choose_leaves(leaves, only)
+    warn_of_unused_renames(rename, [name for name in chosen if not is_description(name)])
+    wanted = rename_leaves(chosen, rename)
     tensors = {name: leaf for name, leaf in wanted.items() if isinstance(leaf, torch.Tensor | _Lazy)}
     values = {name: pack_value(leaf, name) for name, leaf in wanted.items() if name not in tensors}
     if not tensors and not values:
