@@ -112,3 +112,20 @@ def test_a_rename_of_what_is_not_there_is_told(store: Path, tmp_path: Path, capl
         "rename: no name begins with model.",
         "rename: no name begins with wght",
     ]
+
+
+def test_an_import_from_dcp_tells_of_keys_that_may_have_been_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    dcp.save(states, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    importing.import_dcp(tmp_path / "dcp", tmp_path / "store")
+    (said,) = [each.message for each in caplog.records if each.name == "everstep.checkpoint"]
+    assert said.startswith("scheduler.milestones has the keys '2', '5': DCP makes text of numbers")

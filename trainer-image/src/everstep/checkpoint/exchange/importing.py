@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -19,6 +20,7 @@ from everstep.checkpoint.exchange.renames import warn_of_unused_renames
 from everstep.checkpoint.exchange.state_dicts import (
     OptimizerOrder,
     check_object_name,
+    find_number_keys,
     leave_out_unwanted,
     name_leaves,
     split_objects,
@@ -36,6 +38,8 @@ from everstep.checkpoint.state.memory import view_bytes
 from everstep.checkpoint.state.structure import MODULE, describe_structure
 from everstep.checkpoint.state.ties import describe_ties
 from everstep.checkpoint.store.base import open_store
+
+_log = logging.getLogger("everstep.checkpoint")
 
 
 def import_torch(
@@ -111,7 +115,15 @@ def import_dcp(
         _load_state_dict(loaded, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{folder} cannot be read by DCP: {explain_foreign(error)}") from error
-    leaves = name_leaves(leave_out_unwanted(split_objects(loaded, name), only), optimizer_order)
+    objects = leave_out_unwanted(split_objects(loaded, name), only)
+    for where, keys in find_number_keys(objects).items():
+        _log.warning(
+            "%s has the keys %s: DCP makes text of numbers, and an object may not find them so, as a MultiStepLR its "
+            "milestones; set them anew after restore(), or leave the object out with only= or rename=",
+            where,
+            ", ".join(map(repr, keys[:8])),
+        )
+    leaves = name_leaves(objects, optimizer_order)
     return _import_leaves(leaves, uri, step, only, rename, metadata, options)
 
 
