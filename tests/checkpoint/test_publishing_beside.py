@@ -122,14 +122,15 @@ def test_the_end_of_training_waits_no_longer_than_its_limit(tmp_path: Path) -> N
     store.gate.set()
 
 
-def test_a_worker_that_is_forked_while_a_folder_is_stored_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends_training", [False, True])
+def test_a_worker_that_is_forked_while_a_folder_is_stored_ends_at_once(ends_training: bool, tmp_path: Path) -> None:
     published, store = held_published(tmp_path)
     published.publish(written(tmp_path / "out", 1), 1)
     assert store.begun.wait(PATIENCE)
-    worker = multiprocessing.get_context("fork").Process(target=int)
+    worker = multiprocessing.get_context("fork").Process(target=published.finish if ends_training else int)
     worker.start()
     worker.join(10)
-    has_ended = not worker.is_alive()
+    has_ended = worker.exitcode == 0
     worker.kill()
     store.gate.set()
     published.finish()

@@ -22,7 +22,12 @@ class ForeignFormat(StrEnum):
 
 RenameOption = Annotated[
     list[str] | None,
-    typer.Option("--rename", metavar="OLD=NEW", help="Replace a prefix of names. Repeatable."),
+    typer.Option(
+        "--rename",
+        metavar="OLD=NEW",
+        help="Replace a prefix of full names ('model.encoder.'); of an export to safetensors or huggingface, of names "
+        "within the object ('encoder.'). Repeatable.",
+    ),
 ]
 ObjectOption = Annotated[
     str, typer.Option("--object", metavar="NAME", help="The object, as the training script calls it.")

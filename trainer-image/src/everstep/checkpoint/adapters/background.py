@@ -122,7 +122,7 @@ class BackgroundPublisher:
                     _part_files(held)
 
     def finish(self, timeout_seconds: float) -> None:
-        """Wait until all that was submitted is in the store.
+        """Wait until all that was submitted is in the store; in a child that was forked meanwhile, for nothing.
 
         Args:
             timeout_seconds: What is not there by then is given up.
@@ -130,6 +130,9 @@ class BackgroundPublisher:
         Raises:
             SaveFailed: The last folder is not in the store.
         """
+        # A child (a loader's worker) has no thread that stores, and maybe a lock for ever.
+        if self._registered not in (None, os.getpid()) and not self._refused:
+            return
         until = time.monotonic() + timeout_seconds
         with self._changed:
             self._ends_at = until
@@ -146,9 +149,6 @@ class BackgroundPublisher:
             )
 
     def _end_of_process(self) -> None:
-        # A child that was forked meanwhile (a loader's worker) has no thread that stores, and maybe a lock for ever.
-        if os.getpid() != self._registered:
-            return
         try:
             self.finish(_AT_EXIT_SECONDS)
         except SaveFailed as error:

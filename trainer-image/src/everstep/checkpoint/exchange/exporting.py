@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
 from math import prod
@@ -22,6 +22,7 @@ from everstep.checkpoint.catalog.candidates import each_candidate, is_committed,
 from everstep.checkpoint.catalog.leases import ReadLease, hold_read_lease
 from everstep.checkpoint.catalog.selection import NoSuchStep, Only, Rename, is_meant, rename_leaves, select_keys
 from everstep.checkpoint.errors import CheckpointError, Removed
+from everstep.checkpoint.exchange.renames import warn_of_unused_renames
 from everstep.checkpoint.format.descriptions import is_description
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.manifest import get_itemsize
@@ -81,9 +82,11 @@ def export_safetensors(
         The key of what was exported.
 
     Raises:
-        CheckpointError: The object is not in the checkpoint, or the target is there already, or holds the store.
+        CheckpointError: The object is not in the checkpoint, or the target is there already, or holds the store, or
+            cannot be written.
         NoSuchStep, NoGoodCheckpoint: As load().
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(target)
@@ -94,7 +97,7 @@ def export_safetensors(
 
     def write(key: Key, lease: ReadLease) -> None:
         plan = _plan_files(uri, key, name, rename, cast, None if is_file else max_shard_bytes, options)
-        with _replace_target(path, replace) as place:
+        with _replace_target(path, replace, SafetensorError) as place:
             if not is_file:
                 place.mkdir()
             for file, tensors in plan.read_files():
@@ -162,6 +165,7 @@ def _plan_files(
     index = read_index(open_store(uri, **(options or {})), key)
     tensors = _collect_tensors(loaded, name, arrays=index.values.keys() & index.tensors.keys())
     full_names = {each: _find_full_name(name, each, index.tensors) for each in tensors}
+    warn_of_unused_renames(rename, tensors)
     every = rename_leaves({each: each for each in tensors}, rename)
     kept = _find_kept(
         {full_names[old]: new for new, old in every.items()},
@@ -278,7 +282,8 @@ def export_dcp(
         The key of what was exported.
 
     Raises:
-        CheckpointError: The folder is there already or holds the store, or two keys of a dictionary are one text.
+        CheckpointError: The folder is there already, holds the store or cannot be written, or two keys of a dictionary
+            are one text.
         NoSuchStep, NoGoodCheckpoint: As load().
     """
     import torch.distributed.checkpoint as dcp
@@ -290,7 +295,7 @@ def export_dcp(
     if changed := list(_changed_by_dcp("", state)):
         more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
         _log.warning("DCP gives back otherwise than it was saved: %s%s", "; ".join(changed[:8]), more)
-    with _replace_target(path, replace) as place:
+    with _replace_target(path, replace, dcp.CheckpointException) as place:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(place), no_dist=True)
     return loaded.key
 
@@ -391,8 +396,14 @@ def _count_bytes(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _replace_target(target: Path, replace: bool) -> Iterator[Path]:
-    """A place beside the target that becomes it when all is written."""
+def _replace_target(target: Path, replace: bool, foreign: type[BaseException]) -> Iterator[Path]:
+    """A place beside the target that becomes it when all is written.
+
+    Args:
+        target: Where the export is to be.
+        replace: Whether something may be there.
+        foreign: The error of the library that writes, for instance to a full disk.
+    """
     if target.exists() and not replace:
         raise CheckpointError(f"{target} is there already: give another place, or say that it may be replaced")
     target = target.resolve()  # a link stays, and what it leads to is made
@@ -407,6 +418,8 @@ def _replace_target(target: Path, replace: bool) -> Iterator[Path]:
         if target.is_dir() or (place.is_dir() and target.exists()):
             target.rename(old)
         place.rename(target)
+    except (OSError, foreign) as error:
+        raise CheckpointError(f"{target} cannot be written: {explain_foreign(error)}") from error
     finally:
         if old.exists() and not target.exists():  # interrupted between the two
             old.rename(target)
@@ -414,4 +427,19 @@ def _replace_target(target: Path, replace: bool) -> Iterator[Path]:
             if each.is_dir():
                 shutil.rmtree(each, ignore_errors=True)
             else:
-                each.unlink(missing_ok=True)
+                with suppress(OSError):  # of a place that cannot be written to, nor has it
+                    each.unlink()
+
+
+def explain_foreign(error: BaseException) -> str:
+    """Return what another library's error says: the system's own words, where they are behind it.
+
+    One of DCP holds the errors of its ranks, of which the first counts. torch.save() says "unexpected pos" at a full
+    disk, while it handles the error that says so.
+    """
+    failures = getattr(error, "failures", None)
+    said: BaseException = next(iter(failures.values()))[0] if failures else error
+    behind: BaseException | None = said
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    return str(behind or said)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -13,10 +15,12 @@ import torch
 
 from everstep.checkpoint.catalog.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.exchange.exporting import FORMAT_KEY
+from everstep.checkpoint.exchange.exporting import FORMAT_KEY, explain_foreign
+from everstep.checkpoint.exchange.renames import warn_of_unused_renames
 from everstep.checkpoint.exchange.state_dicts import (
     OptimizerOrder,
     check_object_name,
+    find_number_keys,
     leave_out_unwanted,
     name_leaves,
     split_objects,
@@ -34,6 +38,8 @@ from everstep.checkpoint.state.memory import view_bytes
 from everstep.checkpoint.state.structure import MODULE, describe_structure
 from everstep.checkpoint.state.ties import describe_ties
 from everstep.checkpoint.store.base import open_store
+
+_log = logging.getLogger("everstep.checkpoint")
 
 
 def import_torch(
@@ -98,15 +104,26 @@ def import_dcp(
     DCP's own files are pickles: import only folders that you trust. Takes the memory of all that the folder holds.
     Arguments, result and errors as import_torch().
     """
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint import CheckpointException, FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     if not (Path(folder) / ".metadata").is_file():
         raise CheckpointError(f"{folder} is no folder of torch.distributed.checkpoint: it has no file .metadata")
     loaded: dict[str, Any] = {}
-    _load_state_dict(loaded, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    leaves = name_leaves(leave_out_unwanted(split_objects(loaded, name), only), optimizer_order)
+    try:
+        _load_state_dict(loaded, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} cannot be read by DCP: {explain_foreign(error)}") from error
+    objects = leave_out_unwanted(split_objects(loaded, name), only)
+    for where, keys in find_number_keys(objects).items():
+        _log.warning(
+            "%s has the keys %s: DCP makes text of numbers, and an object may not find them so, as a MultiStepLR its "
+            "milestones; set them anew after restore(), or leave the object out with only= or rename=",
+            where,
+            ", ".join(map(repr, keys[:8])),
+        )
+    leaves = name_leaves(objects, optimizer_order)
     return _import_leaves(leaves, uri, step, only, rename, metadata, options)
 
 
@@ -132,6 +149,8 @@ def import_safetensors(
     files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
     if not files:
         raise CheckpointError(f"{path} has no file *.safetensors")
+    if found.is_dir():
+        _check_indexes(found, files)
     leaves: dict[str, Any] = {names.join_segments(names.escape_segment(name), KIND): describe_structure(MODULE)}
     said: dict[str, str] = {}
     for file in files:
@@ -154,6 +173,21 @@ def import_safetensors(
     leaves.update({alias: leaves[first] for first, (_, *aliases) in tied.items() for alias in aliases})
     leaves.update(describe_ties(tied.values()))
     return _import_leaves(leaves, uri, step, only, rename, metadata, options)
+
+
+def _check_indexes(folder: Path, files: list[Path]) -> None:
+    """See that all files are there of which an index names some that are: a download may have ended in the middle."""
+    there = {each.name for each in files}
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            named = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is no index of files of safetensors: {error!r}") from error
+        if named & there and (absent := sorted(named - there)):
+            raise CheckpointError(
+                f"{folder} does not have {', '.join(absent[:8])}, which {index.name} names: complete the download or "
+                "the copy of this folder first"
+            )
 
 
 def _choose_leaves(leaves: Mapping[str, Any], only: Only | None) -> dict[str, Any]:
@@ -195,7 +229,9 @@ def _import_leaves(
     metadata: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> Key:
-    wanted = rename_leaves(_choose_leaves(leaves, only), rename)
+    chosen = _choose_leaves(leaves, only)
+    warn_of_unused_renames(rename, [name for name in chosen if not is_description(name)])
+    wanted = rename_leaves(chosen, rename)
     tensors = {name: leaf for name, leaf in wanted.items() if isinstance(leaf, torch.Tensor | _Lazy)}
     values = {name: pack_value(leaf, name) for name, leaf in wanted.items() if name not in tensors}
     if not tensors and not values:

@@ -90,6 +90,28 @@ def leave_out_unwanted(objects: Mapping[str, Any], only: Only | None) -> dict[st
     }
 
 
+def find_number_keys(objects: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the dictionaries whose keys are all whole numbers as text, with their keys, by their names.
+
+    DCP makes text of any key, and nobody can tell what they were. A module has names with dots, and what an optimizer's
+    numbers are is known.
+    """
+    found: dict[str, list[str]] = {}
+
+    def look(name: str, value: object) -> None:
+        if not isinstance(value, Mapping):
+            return
+        if value and all(isinstance(key, str) and key.isdecimal() for key in value):
+            found[name] = list(value)
+        for key, each in value.items():
+            look(f"{name}.{key}", each)
+
+    for name, state in objects.items():
+        if not _is_module(state) and not _is_optimizer(state):
+            look(name, state)
+    return found
+
+
 def _may_match(pattern: str, prefix: str) -> bool:
     literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     return f"{prefix}.".startswith(literal) or literal.startswith(f"{prefix}.") or pattern == prefix
