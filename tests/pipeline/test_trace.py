@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -413,3 +414,27 @@ def test_modules_of_one_class_that_fix_the_samples_are_found_at_once(monkeypatch
         assert torch.allclose(run_stages(stages, {"input": X["x"]}), model(X["x"]))
         counts.append(len(made))
     assert counts[0] == counts[1]
+
+
+class WithArrays(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Makes arrays of numpy in each forward, others in evaluation if `is_other`, and gives them to torch."""
+
+    def __init__(self, *, is_other: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.is_other = nn.Linear(4, 3), nn.Linear(3, 4), is_other
+
+    def forward(self, x: Any) -> Any:
+        weights = np.linspace(0.5, 1.5 if self.training or not self.is_other else 2.5, 3)
+        x = self.first(x)[:, np.arange(3)[::-1].copy()]
+        return self.last(x * torch.tensor(weights, dtype=x.dtype) + torch.tensor(weights[None], dtype=x.dtype))
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_arrays_that_code_makes_and_gives_to_torch_are_part_of_the_trace(is_other: bool) -> None:
+    model = WithArrays(is_other=is_other)
+    found = trace_model(model, X)
+    stages = split_model(found, {node.name: int(node.name > "first") for node in found.graph.nodes})
+    for mode in (True, False):
+        for each in (model, *(part.module for part in stages)):
+            each.train(mode)
+        torch.testing.assert_close(run_stages(stages, X), model(**X))

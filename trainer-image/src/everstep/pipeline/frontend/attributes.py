@@ -47,8 +47,8 @@ class _HeldObject:
         if not isinstance(other, _HeldObject):
             return False
         one, two = self.held, other.held
-        if _is_array(one) and _is_array(two):  # a copy, since an array may be changed in place
-            return bool(one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes())
+        if is_array(one) and is_array(two):  # a copy, since an array may be changed in place
+            return are_arrays_equal(one, two)
         return one is two or (
             type(one) in _WITH_DATA
             and type(two) in _WITH_DATA
@@ -255,7 +255,7 @@ def held_copy(value: Any, around: frozenset[int] = frozenset()) -> Any:
         return held_copy(vars(value), around)
     if isinstance(value, partial):
         return [held_copy(each, around) for each in (value.func, value.args, value.keywords)]
-    return _HeldObject(value.copy() if _is_array(value) and value.size <= _MANY else value)
+    return _HeldObject(value.copy() if is_array(value) and value.size <= _MANY else value)
 
 
 def is_plain(value: Any) -> bool:
@@ -304,8 +304,14 @@ def _is_of_every_module(name: str, held: Mapping[str, Any]) -> bool:
     return name in _OF_EVERY_MODULE or (name in _METHODS and (name == "forward" or name not in held))
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
+    """Tell whether a value is an array of numpy's own, of numbers."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray" and not value.dtype.hasobject
+
+
+def are_arrays_equal(one: Any, two: Any) -> bool:
+    """Tell whether two arrays have the same numbers, of the same type and shape."""
+    return bool(one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes())
 
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)

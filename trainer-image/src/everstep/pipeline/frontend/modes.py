@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from everstep.pipeline.frontend.attributes import are_arrays_equal, is_array
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
 from everstep.pipeline.frontend.refs import (
     Constant,
@@ -175,4 +176,6 @@ class _Merge:
 
 
 def _are_items_equal(one: Any, other: Any) -> bool:
+    if is_array(one) and is_array(other):  # made anew in each forward
+        return are_arrays_equal(one, other)
     return type(one) is type(other) and bool(one == other)
