@@ -131,6 +131,29 @@ def test_a_dictionary_that_nests_a_module_s_names_is_filled_as_it_is(tmp_path: P
     assert_equal(nested["1"], model[1].state_dict())
 
 
+def test_a_dictionary_is_renamed_to_a_module(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    average = {name: each + 1 for name, each in model.state_dict().items()}
+    with session(tmp_path) as ckpt:
+        ckpt.track(ema=average, model=model)
+        ckpt.save(1)
+    fresh = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    result = everstep.load_into(tmp_path / "store", model=fresh, rename={"ema.": "model.", "model.": None})
+    assert not result.missing
+    assert not result.unexpected
+    assert_equal(fresh.state_dict(), average)
+
+
+def test_a_state_within_another_is_renamed_to_a_module(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    torch.save({"app": {"model": model.state_dict(), "epoch": 3}}, tmp_path / "file.pt")
+    importing.import_torch(tmp_path / "file.pt", tmp_path / "store")
+    fresh = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    with session(tmp_path) as ckpt:
+        ckpt.restore(model=fresh, rename={"app.model.": "model.", "app.": None})
+    assert_equal(fresh.state_dict(), model.state_dict())
+
+
 def test_an_optimizer_is_not_restored_into_what_is_none(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with session(tmp_path) as ckpt:

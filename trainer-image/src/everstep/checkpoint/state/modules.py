@@ -136,9 +136,9 @@ class Modules:
             resizing = {names.of_module(here) if (here := plain(path)) else "" for path in find_own_loading(module)}
             tied = _list_tied(module, plain)
             for key, value in module.state_dict().items():
-                name = names.of_module(plain(key))
+                name = _find_saved_name(saved, plain(key))
                 full = saved.full(name)
-                owner, _, last = name.rpartition(".")
+                owner, _, last = names.of_module(plain(key)).rpartition(".")
                 if not is_tensor(value) or (last == _EXTRA_STATE and name in saved.tensors):
                     found.update(
                         {
@@ -178,7 +178,7 @@ class Modules:
             is_changed = bool(find_own_loading(module))
             given: OrderedDict[str, Any] = OrderedDict()
             for key, value in here.items():
-                name = names.of_module(plain(key))
+                name = _find_saved_name(saved, plain(key))
                 filled = tensors.get(saved.full(name))
                 if not is_tensor(value):
                     extra = saved.below(name)
@@ -194,6 +194,16 @@ class Modules:
             set_metadata_as_here(given, here, unusual, plain)
             left = {key: given[key] for key in _load_state(module, given) if is_tensor(given.get(key))}
             _check_is_here(module, left, self.prefix)
+
+
+def _find_saved_name(saved: Saved, key: str) -> str:
+    """Return the name under which a checkpoint has what a module's state has by this key.
+
+    A dictionary of a module's tensors, as of averaged weights, may be renamed to a module: each of its keys is one
+    piece of a name there, whatever dots are in it.
+    """
+    path, piece = names.of_module(key), names.escape_segment(key)
+    return piece if piece in saved.tensors and path not in saved.tensors else path
 
 
 def _load_state(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
