@@ -153,3 +153,20 @@ def test_an_error_tells_its_code() -> None:
     gone = {"kind": "Status", "status": "Failure", "code": 410, "reason": "Expired", "message": "too old"}
     event = decode_pod_event(json.dumps({"type": "ERROR", "object": gone}).encode())
     assert (event["object"]["code"], event["object"]["message"]) == (410, "too old")
+
+
+def test_a_later_state_of_a_pod_reads_as_if_it_were_the_first_and_its_successor_takes_nothing_from_it() -> None:
+    trainer = {"name": "trainer", "command": ["python", "--epoch=3"]}
+    token = {"name": "everstep-agent", "projected": {"sources": [{"secret": {"name": "token-3"}}]}}
+    first = {**POD, "spec": {**POD["spec"], "containers": [trainer], "volumes": [token]}}
+    before = parse_pod(first)
+    assert (before.epoch, before.is_epoch_fixed, before.token_secret) == (3, True, "token-3")
+    later = {**first, "status": {"phase": "Failed", "reason": "Evicted"}}
+    assert parse_pod(later, before) == parse_pod(later)
+    successor = {
+        **first,
+        "metadata": {**first["metadata"], "uid": "another"},
+        "spec": {**first["spec"], "containers": [{**trainer, "command": ["python", "--epoch=4"]}]},
+    }
+    assert parse_pod(successor, before) == parse_pod(successor)
+    assert parse_pod(successor, before).epoch == 4
