@@ -194,9 +194,21 @@ def test_a_wait_that_is_interrupted_may_be_made_again(
 
 
 def is_interrupted_everywhere(rank: int, folder: Path) -> tuple[list[str], list[int | None]]:
-    """Rank 0 while it waits for its writer and for rank 1, rank 1 while it waits for rank 0."""
+    """Rank 0 while it waits for its writer and for rank 1, rank 1 while it waits for rank 0.
+
+    Rank 1 leaves when rank 0 has looked for it: one that has left by then is not looked for.
+    """
     told: list[int | None] = []
     interrupted: list[list[str]] = []
+    looked = folder / "rank-0-has-looked"
+
+    def leave_mark(_: object) -> bool:
+        looked.touch()
+        return True
+
+    def await_mark(_: object) -> bool:
+        until(looked.exists, "rank 0 looks for lost ranks")
+        return True
 
     def script() -> None:
         with session(folder, commit_timeout=3600.0) as ckpt:
@@ -205,10 +217,10 @@ def is_interrupted_everywhere(rank: int, folder: Path) -> tuple[list[str], list[
             ckpt.save(1)
             if rank == 0:
                 interrupted.append(interrupt_once(WriterLink, "reports", lambda found: tells_of_save(found, 1)))
-                interrupted.append(interrupt_once(WriterConnection, "list_lost_ranks", lambda _: True))
+                interrupted.append(interrupt_once(WriterConnection, "list_lost_ranks", leave_mark))
             else:
                 interrupted.append(interrupt_once(MessageSeries, "read", lambda found: found is not None))
-                interrupted.append(interrupt_once(WriterConnection, "call_until_heard", lambda _: True))
+                interrupted.append(interrupt_once(WriterConnection, "call_until_heard", await_mark))
 
     with handled_by(HANDLERS[SystemExit]), pytest.raises(SystemExit) as exited:
         script()
