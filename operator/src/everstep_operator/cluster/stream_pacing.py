@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import aiohttp
 
-GATHER_SECONDS, GATHER_BYTES = 0.02, 64 << 10
+GATHER_SECONDS, GATHER_BYTES = 0.05, 256 << 10
 # A stream is busy once it has told more than so many events, of which so many a second are forgotten.
 BURST_EVENTS, USUAL_EVENTS_PER_SECOND = 20.0, 50.0
 _MOST_EVENTS = 2 * BURST_EVENTS  # it stops to be busy within half a second, however many there were
