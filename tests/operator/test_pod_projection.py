@@ -170,3 +170,15 @@ def test_a_later_state_of_a_pod_reads_as_if_it_were_the_first_and_its_successor_
     }
     assert parse_pod(successor, before) == parse_pod(successor)
     assert parse_pod(successor, before).epoch == 4
+
+
+def test_a_pod_that_was_told_of_without_its_owner_reads_as_one_that_never_was() -> None:
+    trainer = {"name": "trainer", "command": ["python", "--epoch=3"]}
+    sources = [{"secret": {"name": "token-3"}}, {"configMap": {"name": "job-7"}}]
+    agent = {"name": "everstep-agent", "projected": {"sources": sources}}
+    owner = {"uid": "u", "name": "job", "controller": True}
+    spec = {**POD["spec"], "containers": [trainer], "volumes": [agent]}
+    owned = {**POD, "metadata": {**POD["metadata"], "ownerReferences": [owner]}, "spec": spec}
+    lost = {**owned, "metadata": {**owned["metadata"], "ownerReferences": None}}
+    assert parse_pod(owned, parse_pod(lost)) == parse_pod(owned)
+    assert parse_pod(owned).template == 7

@@ -259,8 +259,10 @@ def parse_pod(raw: Mapping[str, Any], before: PodView | None = None) -> PodView:
     labels: Mapping[str, Any] = meta.get("labels") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     bound = conditions.get("PodScheduled") or {}
-    uid = str(meta.get("uid") or "")
-    fixed = before if before is not None and before.is_epoch_fixed and before.uid == uid != "" else None
+    owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
+    job, uid, owner_uid = str(owner.get("name") or ""), str(meta.get("uid") or ""), str(owner.get("uid") or "")
+    known = (before.uid, before.owner) if before is not None and before.is_epoch_fixed else None
+    fixed = before if uid and known == (uid, owner_uid) else None
     created = fixed.created if fixed is not None else parse_timestamp(meta.get("creationTimestamp")) or 0.0
     scheduled_at = None
     if spec.get("nodeName"):
@@ -276,8 +278,6 @@ def parse_pod(raw: Mapping[str, Any], before: PodView | None = None) -> PodView:
     waiting: Mapping[str, Any] = state.get("waiting") or {}
     over: Mapping[str, Any] | None = state.get("terminated")
     current: Mapping[str, Any] = over or state.get("running") or {}
-    owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
-    job = str(owner.get("name") or "")
     token_secret = fixed.token_secret if fixed is not None else find_token_secret(spec)
     fixed_epoch = fixed.epoch if fixed is not None else _parse_fixed_epoch(spec) if token_secret else -1
     kept_by = (meta.get("finalizers") or ()) if meta.get("deletionTimestamp") else ()
@@ -289,7 +289,7 @@ def parse_pod(raw: Mapping[str, Any], before: PodView | None = None) -> PodView:
         is_epoch_fixed=fixed_epoch >= 0,
         template=fixed.template if fixed is not None else _parse_template_epoch(spec, job, labels),
         created=created,
-        owner=str(owner.get("uid") or ""),
+        owner=owner_uid,
         phase=str(status.get("phase") or "Pending"),
         node=spec.get("nodeName") or None,
         ip=status.get("podIP") or None,
