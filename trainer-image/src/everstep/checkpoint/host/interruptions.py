@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import signal
+import inspect
 import traceback
-from types import CodeType
+from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError
@@ -24,11 +24,10 @@ def find_interruption(error: BaseException) -> BaseException | None:
     """
     if not isinstance(error, Exception):
         return error
-    codes = {_find_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     each: BaseException | None = error
     # Not its context: the script may save while it handles what a handler has raised before.
-    while codes and each is not None:
-        is_raised_there = any(frame.f_code in codes for frame, _ in traceback.walk_tb(each.__traceback__))
+    while each is not None:
+        is_raised_there = any(_is_of_handler(frame) for frame, _ in traceback.walk_tb(each.__traceback__))
         if is_raised_there and not isinstance(each, CheckpointError):
             return each
         each = each.__cause__
@@ -41,12 +40,13 @@ def raise_interruption(error: BaseException) -> None:
         raise interruption
 
 
-def _find_code(handler: Any) -> CodeType | None:
-    """Return the code that a handler runs; None for one of the system, or of no Python."""
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    if not callable(handler) or isinstance(handler, int):
-        return None
-    function = handler if hasattr(handler, "__code__") else getattr(handler, "__func__", type(handler).__call__)
-    code = getattr(function, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+def _is_of_handler(frame: FrameType) -> bool:
+    """Tell whether a function was called as a handler is: with a signal's number, and the frame that it interrupts.
+
+    Which handler a signal has does not tell: one that is to run once has put another one in its place by now.
+    """
+    code = frame.f_code
+    given: list[Any] = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & inspect.CO_VARARGS:
+        given += frame.f_locals.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
+    return any(isinstance(one, int) and isinstance(other, FrameType) for one, other in pairwise(given))
