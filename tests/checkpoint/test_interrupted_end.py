@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -15,6 +16,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.events import CheckpointEvent
+from everstep.checkpoint.host.interruptions import find_interruption
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.session.checkpointer import Checkpointer
 from everstep.checkpoint.session.one_at_a_time import one_at_a_time
@@ -172,6 +176,91 @@ def test_two_interruptions_hold_no_later_save_up(folder: Path, monkeypatch: pyte
             ckpt.save(3)
         assert ckpt.save(4).saves
     assert steps_in(folder) == [4]
+
+
+class GetsSignal(Model):
+    """Gets SIGTERM while step 2 of it is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("steps", [[1, 2, 3], [2, 3]], ids=["by the plan that is there", "while ranks plan"])
+def test_what_a_handler_raises_during_a_save_reaches_the_script(folder: Path, steps: list[int]) -> None:
+    """As that of an alarm, by which a script ends before its time is over: it comes once."""
+    failed: list[CheckpointEvent] = []
+    model = GetsSignal()
+    with handled_by(raise_timeout), session(folder) as ckpt:
+        ckpt.on("failed", failed.append)
+        ckpt.track(model=model)
+        ckpt.step(1)  # claims the store, and saves nothing
+        for step in steps:
+            model.at = step
+            with pytest.raises(TimeoutError, match="is over") if step == 2 else contextlib.nullcontext():
+                ckpt.save(step)
+    assert ["it was interrupted by TimeoutError" in event.why for event in failed] == [True]
+    assert steps_in(folder) == [step for step in steps if step != 2]
+
+
+def test_what_a_callback_is_interrupted_by_reaches_the_script(folder: Path) -> None:
+    with handled_by(raise_timeout), session(folder) as ckpt:
+        ckpt.on("saved", lambda event: os.kill(os.getpid(), signal.SIGTERM))
+        ckpt.track(model=Model())
+        ckpt.save(1)
+        with pytest.raises(TimeoutError, match="is over"):
+            ckpt.wait()
+
+
+class Waits:
+    """Takes whatever ends its wait for the loss of another rank, as a store that is shared with other ranks does."""
+
+    def check_call(self, call: str) -> None:
+        pass
+
+    @one_at_a_time
+    def step(self) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except TimeoutError as error:
+            raise CheckpointError("rank 0 cannot be reached") from error
+
+
+def test_what_a_handler_raises_while_other_ranks_are_waited_for_reaches_the_script() -> None:
+    with handled_by(raise_timeout), pytest.raises(TimeoutError, match="is over"):
+        Waits().step()
+
+
+def test_an_error_is_no_interruption_because_the_script_handles_one() -> None:
+    """As where a script saves once more when its time is over, and that save fails."""
+
+    def raise_once(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise_timeout()
+
+    class Handler:
+        def __call__(self, *_: object) -> None:
+            raise_timeout()
+
+        def leave(self, *_: object) -> None:
+            raise CheckpointError("save() is called while step() of the same session still runs")
+
+    for handler in (raise_timeout, raise_once, Handler(), functools.partial(raise_timeout, 1)):
+        with handled_by(handler), pytest.raises(TimeoutError) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert find_interruption(caught.value) is caught.value
+        try:
+            raise caught.value
+        except TimeoutError:
+            with pytest.raises(ValueError, match="of the save") as failed:
+                raise ValueError("of the save")  # noqa: B904
+        assert failed.value.__context__ is caught.value
+        assert find_interruption(failed.value) is None
+    with handled_by(Handler().leave):
+        with pytest.raises(CheckpointError) as refused:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert find_interruption(refused.value) is None, "a call that is rejected fails alone"
 
 
 @pytest.mark.parametrize("interrupt", [SystemExit, KeyboardInterrupt, TimeoutError])

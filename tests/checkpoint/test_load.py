@@ -20,6 +20,7 @@ from everstep.checkpoint.catalog.candidates import list_candidates, read_manifes
 from everstep.checkpoint.catalog.selection import NoSuchStep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, StoreError  # noqa: E402
 from everstep.checkpoint.exchange.exporting import export_dcp  # noqa: E402
+from everstep.checkpoint.exchange.importing import import_torch  # noqa: E402
 from everstep.checkpoint.format.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.restore.restorer import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
@@ -71,7 +72,46 @@ def test_what_load_returns_is_what_load_state_dict_takes(tmp_path: Path) -> None
         optimizer["state"]["0.weight"]["exp_avg"], objects["optimizer"].state_dict()["state"][0]["exp_avg"]
     )
     assert optimizer["param_groups"][0]["lr"] == 0.125
-    assert sorted(optimizer["param_groups"][0]["params"]) == sorted(n for n, _ in objects["model"].named_parameters())
+    assert optimizer["param_groups"][0]["params"] == [name for name, _ in objects["model"].named_parameters()]
+
+
+def in_groups(model: nn.ModuleList) -> Any:
+    """The groups of an optimizer in another order than the model's, and than that of names."""
+    return torch.optim.AdamW(
+        [{"params": [*model[1::2].parameters()]}, {"params": [*model[::2].parameters()], "lr": 0.5}]
+    )
+
+
+def by_one_rank(folder: Path, model: Any, optimizer: Any) -> None:
+    saved(folder, model=model, optimizer=optimizer)
+
+
+def by_an_import(folder: Path, model: Any, optimizer: Any) -> None:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder.with_suffix(".pt"))
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    order = [next(name for name, each in model.named_parameters() if each is param) for param in held]
+    import_torch(folder.with_suffix(".pt"), folder, optimizer_order=order)
+
+
+@pytest.mark.parametrize("save", [by_one_rank, by_an_import])
+def test_a_loaded_optimizer_goes_into_torchs_own_by_the_order_of_its_parameters(tmp_path: Path, save: Any) -> None:
+    """torch compares no shapes there: in the order of names, layer 10 would have the averages of layer 2."""
+
+    def start() -> tuple[Any, Any]:
+        model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(12))
+        return model, in_groups(model)
+
+    model, optimizer = start()
+    for number, layer in enumerate(model):
+        layer.weight.grad = torch.full((2, 2), float(number))
+    optimizer.step()
+    save(tmp_path / "store", model, optimizer)
+    loaded = everstep.load(tmp_path / "store")
+    model, optimizer = start()
+    optimizer.load_state_dict(loaded["optimizer"])
+    averages = [optimizer.state[layer.weight]["exp_avg"][0, 0].item() for layer in model]
+    assert averages == pytest.approx([0.1 * number for number in range(12)])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5]
 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:

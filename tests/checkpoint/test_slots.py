@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.errors import CheckpointError, Missing, StoreError
+from everstep.checkpoint.errors import CheckpointError, Full, Missing, StoreError
 from everstep.checkpoint.format.checksum import compute_checksum
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.host.available_memory import InsufficientMemory
@@ -216,6 +216,27 @@ def test_a_store_that_has_failed_is_not_written_to_any_more(slots: Slots, tmp_pa
         with pytest.raises(StoreError, match="the connection is lost"):
             store_slot(FailingStore(tmp_path / "store"), slots[0], 0, manifest, Mappings(), pool, progress)
         assert ended.is_set(), "what is stored again under this name would be removed by what is still on its way"
+
+
+def test_a_save_that_finds_no_room_for_one_part_takes_none_for_the_others(slots: Slots, tmp_path: Path) -> None:
+    """Else each save that fails fills a full disk with parts of no checkpoint, whatever somebody frees there."""
+    slots[0].claim(Claim(key(10), 2, 0, 1))
+    for local, size in enumerate(SIZES):
+        fill(slots, 0, key(10), local, size)
+
+    class FullStore(PosixStore):
+        def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+            if name == key(10).part_name(1):
+                raise Full(self.url, f"could not write {name}: No space left on device")
+            super().put(name, data, size)
+
+    store = FullStore(tmp_path / "store")
+    store.put(key(5).part_name(1), [b"earlier"], 7)
+    with ThreadPoolExecutor(1) as pool:  # one part after the other
+        manifest = sum_slot(slots, slots[0], Mappings(), pool, SaveProgress())
+        with pytest.raises(Full):
+            store_slot(store, slots[0], 0, manifest, Mappings(), pool, SaveProgress())
+    assert [entry.name for entry in store.list("data/")] == [key(5).part_name(1)]
 
 
 def test_memory_is_allocated_beforehand_and_reused(slots: Slots) -> None:

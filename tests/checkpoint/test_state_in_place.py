@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import fractions
+import random
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,35 @@ def test_what_can_be_saved_and_could_not_take_in_what_was_saved_is_refused_at_th
         with pytest.raises(CheckpointError, match="stays what it is now"):
             ckpt.track(value=value)
         ckpt.track(state={"value": value})
+
+
+def test_what_needs_a_pickle_gets_its_content_in_place_or_is_told_to_be_another_object(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a script that appends to its deque, or draws from its generator, would go on with a new one without a word,
+    and save the old content for ever."""
+
+    def start() -> tuple[Any, ...]:
+        recent, draws, when = collections.deque([0.5], maxlen=3), random.Random(0), fractions.Fraction(1, 2)
+        return recent, draws, {"recent": recent, "deep": {"draws": draws, "when": when}}
+
+    options = everstep.StorageOptions(allow_pickle=True)
+    recent, draws, state = start()
+    with everstep.checkpointer(tmp_path / "store", storage=options) as ckpt:
+        ckpt.track(state=state)
+        recent.extend([1.0, 2.0, 3.0])
+        state["deep"]["when"], first = fractions.Fraction(3, 2), draws.random()
+        ckpt.save(1)
+    recent, draws, state = start()
+    with everstep.checkpointer(tmp_path / "store", storage=options) as ckpt:
+        ckpt.restore(state=state)
+    assert list(recent) == [1.0, 2.0, 3.0]
+    assert state["recent"] is recent
+    assert draws.random() == first, "it is as the script has made it"
+    assert state["deep"]["draws"].random() != first
+    assert state["deep"]["when"] == fractions.Fraction(3, 2)
+    (told,) = [record.getMessage() for record in caplog.records if "another" in record.getMessage()]
+    assert told.startswith("state holds another random.Random than before restore(): read it from there")
 
 
 def test_a_copy_of_the_state_of_an_object_is_refused_in_its_place(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.host.interruptions import raise_interruption
 from everstep.progress import get_last_step, report_checkpoint
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -241,7 +242,8 @@ class Events:
         for callback in self._callbacks[event.name]:
             try:
                 callback(event)
-            except Exception:
+            except Exception as error:
+                raise_interruption(error)
                 _log.exception("a callback of %s", event.name)
 
     def _is_repeated(self, event: CheckpointEvent) -> bool:

@@ -22,7 +22,7 @@ _SHOWN = 12
 _PARAM_GROUPS = ".param_groups."
 _OF_PARAMS = (
     "param_groups", "places", "layout", "kept", "box", "stateless", "built", "aliases", "order", "param_names",
-    "tensors", "axes",
+    "positions", "tensors", "axes",
 )  # fmt: skip
 
 

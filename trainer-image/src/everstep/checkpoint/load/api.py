@@ -96,9 +96,9 @@ def load(
     and good for it.
 
     A module's state is flat, as its state_dict() is, whatever number of ranks has saved it; an optimizer's has its
-    parameters by name, as torch.distributed.checkpoint.state_dict gives it; anything else is as its own state_dict()
-    was. What was each rank's own is under "rank", by its number. Everything that is read is verified. Takes the memory
-    of what is returned, and a few chunks of 8 MiB.
+    parameters by name in their order, as torch.distributed.checkpoint.state_dict gives it; anything else is as its own
+    state_dict() was. What was each rank's own is under "rank", by its number. Everything that is read is verified.
+    Takes the memory of what is returned, and a few chunks of 8 MiB.
 
     Args:
         uri: A folder or a URL, as given to everstep.checkpointer(). It may be one that can only be read.

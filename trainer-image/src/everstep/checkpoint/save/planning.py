@@ -7,9 +7,10 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,6 +23,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.descriptions import KIND, is_description
 from everstep.checkpoint.format.manifest import HEADER, align_offset, get_itemsize
 from everstep.checkpoint.format.nested_names import find_nested_states
+from everstep.checkpoint.host.interruptions import find_interruption
 from everstep.checkpoint.save.layouts import LayoutNames, Ownership, RankLayout, span_of_box
 from everstep.checkpoint.save.plan_coordinator import PlanCoordinator, RankMessages
 from everstep.checkpoint.save.tensor_checksums import checksum_tensors
@@ -77,6 +79,7 @@ def make_save_plan(state: Callable[[], Flat], rank: int, group: RankGroup, *, co
     """
     coordinator = PlanCoordinator()
     messages: RankMessages | None = None
+    interruption: BaseException | None = None
     try:
         flat = state()
         if compare and rank == 0:
@@ -86,10 +89,12 @@ def make_save_plan(state: Callable[[], Flat], rank: int, group: RankGroup, *, co
         messages = RankMessages(_describe_rank_layout(pieces, rank), values)
         head = messages.head()
     except Exception as error:  # the others wait for this rank: it tells them instead
+        interruption = find_interruption(error)
         head = RankMessages.failure(f"rank {rank} cannot save its state: {error}")
-    wanted = _ask_first_rank(head, coordinator.ask, group)
-    answer = _ask_first_rank(messages.details(wanted) if messages else b"", coordinator.share, group)
-    share = (messages or RankMessages(_describe_rank_layout([], rank), {})).share(answer)
+    with _raising_instead(interruption):
+        wanted = _ask_first_rank(head, coordinator.ask, group)
+        answer = _ask_first_rank(messages.details(wanted) if messages else b"", coordinator.share, group)
+        share = (messages or RankMessages(_describe_rank_layout([], rank), {})).share(answer)
     plan = _build_save_plan(
         [pieces[place] for place in share.writes],
         share.sizes,
@@ -102,9 +107,22 @@ def make_save_plan(state: Callable[[], Flat], rank: int, group: RankGroup, *, co
                 checksum_tensors([get_local_tensor(pieces[place].tensor) for place in share.compares])
             )
         except Exception as error:
+            interruption = find_interruption(error)
             sums = RankMessages.failure(f"rank {rank} cannot read its state: {error}")
-        RankMessages.check(_ask_first_rank(sums, coordinator.judge, group))
+        with _raising_instead(interruption):
+            RankMessages.check(_ask_first_rank(sums, coordinator.judge, group))
     return plan
+
+
+@contextlib.contextmanager
+def _raising_instead(interruption: BaseException | None) -> Iterator[None]:
+    """Raise what has interrupted this rank, where the others have been told and all of them hear of a failure."""
+    try:
+        yield
+    except CheckpointError as error:
+        if interruption is not None:
+            raise interruption from error
+        raise
 
 
 def _warn_of_classes(flat: Flat) -> None:

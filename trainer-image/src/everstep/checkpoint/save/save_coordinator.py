@@ -13,6 +13,7 @@ from typing import Any, Literal
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.format.keys import Attempt, Key
+from everstep.checkpoint.host.interruptions import find_interruption, raise_interruption
 from everstep.checkpoint.save.forecast import Forecast
 from everstep.checkpoint.save.outcomes import SaveFailed, SaveOutcomes
 from everstep.checkpoint.save.outside_requests import SaveRequest, hold_training
@@ -367,14 +368,14 @@ class SaveCoordinator:
             self._outcomes.void_on_all(number, Key(self.attempt, told_step), f"{error}")
             return False
         except BaseException as error:  # training goes on; the others are told that this save is void
-            if isinstance(error, CheckpointError):
-                _log.info("%s was not taken: %s", key, error)  # an event tells the user
-            elif isinstance(error, Exception):
-                _log.exception("%s was not taken", key)
-            why = f"{error}" if isinstance(error, Exception) else f"it was interrupted by {type(error).__name__}"
+            interruption = find_interruption(error)
+            level = logging.INFO if isinstance(error, CheckpointError) else logging.ERROR  # an event tells the user
+            if interruption is None:
+                _log.log(level, "%s was not taken: %s", key, error, exc_info=level == logging.ERROR)
+            why = f"{error}" if interruption is None else f"it was interrupted by {type(interruption).__name__}"
             self._outcomes.void(key, why, plans)  # a plan that could not be made is of no use to the next either
-            if not isinstance(error, Exception):  # as from a signal's handler; the session may end now, or go on
-                raise
+            if interruption is not None:  # as from a signal's handler; the session may end now, or go on
+                raise interruption  # noqa: B904 - it is the error, or its cause
         took = time.perf_counter() - began
         self.metrics.stalled(took)
         self.trigger.cost = self.metrics.stalls[-1] if self.metrics.stalls else took
@@ -390,6 +391,7 @@ class SaveCoordinator:
         try:
             fits = fits and self.saver.begin(key)
         except Exception as error:
+            raise_interruption(error)
             failure = error
             self._outcomes.void(key, f"{error}", replan=False)  # before all have come: who comes waits for nobody
         try:

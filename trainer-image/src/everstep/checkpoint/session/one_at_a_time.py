@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.host.interruptions import raise_interruption
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -50,6 +51,7 @@ def one_at_a_time(method: Method) -> Method:
 
     Raises:
         CheckpointError: When the method is called in spite of that, with the names of both.
+        Exception: What a signal's handler has raised meanwhile, in place of an error that was made of it.
     """
     call = f"{method.__name__}()"
 
@@ -71,6 +73,9 @@ def one_at_a_time(method: Method) -> Method:
         try:  # around this too: a signal's handler may interrupt us right after it
             setattr(self, _DOING, (call, threading.get_ident()))
             return method(self, *args, **kwargs)
+        except Exception as error:
+            raise_interruption(error)  # who waits for other ranks may have taken it for their silence
+            raise
         finally:
             setattr(self, _DOING, None)
 

@@ -126,6 +126,7 @@ class OptimizerObject:
         yield names.join_segments(self.prefix, _KIND), kind_of(self._optimizer)
         yield from self._leaves_of_params(states)
         told: set[str] = set()  # groups may have the same options
+        of_all = self._name_all_of_groups()
         for number, group in enumerate(state["param_groups"]):
             options = pack_options(group)
             digest = digest_options(options)
@@ -137,7 +138,7 @@ class OptimizerObject:
                 # In the name, because ranks that share a parameter may have other groups beside it.
                 where = f"{number}-{len(state['param_groups'])}"
                 yield names.join_segments(self.prefix, PLACES, self._names[place], where), True
-            known = [self._names[place] for place in group["params"]]
+            known = [self._names[place] for place in group["params"]] if "param_names" in group else of_all[number]
             for name, said in name_params(known, number, group.get("param_names")):
                 yield names.join_segments(self.prefix, name), said
         for name, said in describe_holders(self._held):

@@ -17,6 +17,8 @@ from everstep.checkpoint.state.kinds import is_tensor
 
 PARAM_GROUPS = "param_groups"  # of each parameter: which options it has, by their digest
 PLACES = "places"  # of each parameter: which group of how many it is in, as `<parameter>.<number>-<count>`
+# Of each parameter of an optimizer that was given no names: its place, as `<parameter>.<group>-<place>`.
+POSITIONS = "positions"
 # Of each parameter of an optimizer that was given names: its name and place, as `<parameter>.<group>-<place>`.
 PARAM_NAMES = "param_names"
 _OPTIONS = "options"
@@ -90,13 +92,19 @@ def digest_options(options: dict[str, Any]) -> str:
 
 
 def name_params(known: Sequence[str], group: int, given: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield names below the optimizer and values that keep the names which a group of it was given.
+    """Yield names below the optimizer and values that keep the order of a group, and the names that it was given.
+
+    In the name, because ranks that share a parameter may have others beside it.
 
     Args:
         known: How the checkpoint calls the parameters of the group, in its order.
         group: Its number.
         given: What torch.optim keeps of `optimizer(model.named_parameters())`; None for an optimizer without names.
     """
+    if given is None:
+        yield from (
+            (names.join_segments(POSITIONS, param, f"{group}-{place}"), True) for place, param in enumerate(known)
+        )
     for place, (param, name) in enumerate(zip(known, given or (), strict=False)):
         # True where both are one, so that a parameter that is renamed has the new name here too.
         is_same = name == names.to_module(param)
@@ -106,8 +114,9 @@ def name_params(known: Sequence[str], group: int, given: Sequence[str] | None) -
 def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the groups of an optimizer as a state dictionary has them, with the names of parameters as `params`.
 
-    They are in the order of the optimizer, and so are the parameters of one that was given their names; ranks of a
-    pipeline have groups of other parameters each, of which those with the same number and options are one here.
+    They are in the order of the optimizer, and so are their parameters: torch's own load_state_dict() knows them by
+    that. Ranks of a pipeline have groups of other parameters each, of which those with the same number and options are
+    one here, in the order of names, as those of checkpoints of earlier versions.
 
     Args:
         leaves: Values by their names below the optimizer.
@@ -115,6 +124,7 @@ def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
     params = [name.removeprefix(f"{PARAM_GROUPS}.") for name in leaves if name.startswith(f"{PARAM_GROUPS}.")]
     numbers: dict[str, set[int]] = defaultdict(set)
     given: dict[str, tuple[int, str]] = {}
+    positions: dict[str, int] = {}
     for name, said in leaves.items():
         kind, _, rest = name.partition(".")
         param, _, place = rest.rpartition(".")
@@ -122,6 +132,8 @@ def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
             numbers[param].add(int(place.partition("-")[0]))
         elif kind == PARAM_NAMES:
             given[param] = int(place.partition("-")[2]), names.to_module(param) if said is True else str(said)
+        elif kind == POSITIONS:
+            positions[param] = int(place.partition("-")[2])
     are_placed = all(len(numbers[param]) == 1 for param in params)
     groups: dict[tuple[int, str], list[str]] = defaultdict(list)
     for param in params:
@@ -134,5 +146,7 @@ def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
         if all(param in given for param in every):
             every.sort(key=lambda param: given[param][0])
             group[PARAM_NAMES] = [given[param][1] for param in every]
+        elif sorted(positions.get(param, -1) for param in every) == list(range(len(every))):
+            every.sort(key=positions.__getitem__)
         found.append({**group, "params": [names.to_module(param) for param in every]})
     return found

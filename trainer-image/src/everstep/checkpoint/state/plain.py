@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -39,6 +40,8 @@ from everstep.checkpoint.state.loaders import (
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself, why_not_written
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, STATEFUL, VALUE, describe_structure
+
+_log = logging.getLogger("everstep.checkpoint")
 
 _EPOCHS = "epochs"  # of a loader's samplers
 _SCALER = ("torch.amp.grad_scaler", "GradScaler")
@@ -195,25 +198,34 @@ class StateValue:
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         loaded = _nest_as(self.value, saved, tensors)
         before = list_objects(self.value)
-        is_ordered = _says_order(saved)
+        is_ordered, replaced = _says_order(saved), set[str]()
         if isinstance(self.value, MutableMapping) and isinstance(loaded, Mapping):
             kept = [key for key in self.value if key not in loaded]
             self.kept = [names.join_segments(self.prefix, f"{key}") for key in kept]
             for key, value in loaded.items():
-                self.value[key] = _put_into(self.value[key], value, is_ordered) if key in self.value else value
+                self.value[key] = (
+                    _put_into(self.value[key], value, is_ordered, replaced) if key in self.value else value
+                )
             if is_ordered and isinstance(self.value, dict):
                 for key in (*loaded, *kept):
                     self.value[key] = self.value.pop(key)
         elif is_tensor(self.value) and overlaps_itself(self.value):
             fill_overlapping(self.value, loaded, self.prefix)
         else:
-            taken = _put_into(self.value, loaded, is_ordered)
+            taken = _put_into(self.value, loaded, is_ordered, replaced)
             if taken is not self.value:
                 shown = type(self.value).__name__
                 raise CheckpointError(
                     f"{self.prefix}: the {shown} that was given cannot take in what was saved, which has another size "
                     f"or kind ({type(loaded).__name__}); give it in a dictionary, as state={{{self.prefix!r}: …}}"
                 )
+        if replaced:
+            _log.warning(
+                "%s holds another %s than before restore(): read it from there, as what held the earlier one, such as "
+                "a variable, still does",
+                self.prefix,
+                " and another ".join(sorted(replaced)),
+            )
         # What the script holds stays, since others may hold it too; what is new is shared as it was.
         self.value = share_objects(self.value, (saved.description or {}).get("aliases", ()), keep=before)
 
@@ -243,8 +255,14 @@ def with_types_of(live: Any, loaded: Any, *, is_ordered: bool) -> Any:
     return loaded
 
 
-def _put_into(live: Any, loaded: Any, is_ordered: bool) -> Any:
+def _put_into(live: Any, loaded: Any, is_ordered: bool, replaced: set[str]) -> Any:
     """Give what the script holds the loaded content: others, as an optimizer, may hold the same tensor or list.
+
+    Args:
+        live: What the script holds.
+        loaded: What was saved.
+        is_ordered: See with_types_of().
+        replaced: Classes of objects that could not take their content, and that others may still hold, are added.
 
     Returns:
         What the script holds, where it can take the content; else the loaded value.
@@ -253,13 +271,16 @@ def _put_into(live: Any, loaded: Any, is_ordered: bool) -> Any:
         return _fill_tensor(live, loaded)
     if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
         typed = with_types_of(live, loaded, is_ordered=is_ordered)
-        content = {key: _put_into(live[key], each, is_ordered) if key in live else each for key, each in typed.items()}
+        content = {
+            key: _put_into(live[key], each, is_ordered, replaced) if key in live else each
+            for key, each in typed.items()
+        }
         live.clear()
         live.update(content)
         return live
     if isinstance(live, list | tuple) and isinstance(loaded, list | tuple) and len(live) == len(loaded):
         typed = with_types_of(live, loaded, is_ordered=is_ordered)
-        elements = [_put_into(*pair, is_ordered) for pair in zip(live, typed, strict=True)]
+        elements = [_put_into(*pair, is_ordered, replaced) for pair in zip(live, typed, strict=True)]
         if isinstance(live, list):
             live[:] = elements
         elif any(one is not other for one, other in zip(live, elements, strict=True)):
@@ -275,7 +296,21 @@ def _put_into(live: Any, loaded: Any, is_ordered: bool) -> Any:
         live.clear()
         live |= loaded
         return live
-    return _fill_array(live, loaded)
+    if isinstance(live, deque) and isinstance(loaded, deque):
+        live.clear()
+        live.extend(loaded)
+        return live
+    taken = _fill_array(live, loaded)
+    if taken is not live and _may_be_held(live) and isinstance(loaded, type(live)):
+        replaced.add(f"{type(live).__module__}.{type(live).__qualname__}")
+    return taken
+
+
+def _may_be_held(live: object) -> bool:
+    """Tell whether an object is more than its value, as a generator of random numbers: what has a hash of its own is
+    its value, and a script that holds an array or a tensor of another size has to look for the new one anyway."""
+    is_sized = is_tensor(live) or is_instance(live, "numpy", "ndarray")
+    return not is_sized and type(live).__hash__ in (None, object.__hash__)
 
 
 def _fill_tensor(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:

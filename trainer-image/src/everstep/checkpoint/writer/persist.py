@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, wait
+from contextlib import suppress
 from pathlib import Path
 
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, Full, StoreError
 from everstep.checkpoint.format.checksum import compute_checksum
 from everstep.checkpoint.format.manifest import (
     CHUNK,
@@ -113,8 +114,14 @@ def store_slot(
     done, others = wait(puts, return_when=FIRST_EXCEPTION)
     # Whoever stores this again, or another save under the same names, is to be alone there.
     wait([each for each in others if not each.cancel()])
-    for each in done:
-        each.result()
+    try:
+        for each in done:
+            each.result()
+    except Full:
+        # Room for whoever comes next: nobody has heard of the parts that are there, and the next try writes all anew.
+        with suppress(StoreError):
+            store.delete([part.name for part in manifest.parts])
+        raise
     progress.step()
     announce_node(store, node, manifest)
 
