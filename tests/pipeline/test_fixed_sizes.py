@@ -59,11 +59,12 @@ def scan(x: Any) -> Any:
     return torch.stack(found, 1)
 
 
-@functools.cache
-def positions(length: int) -> Any:
-    return torch.arange(length, dtype=torch.float64)
+def make_positions() -> Code:
+    """Make a function with a cache; tests freeze those that there are at their begin (gc.freeze)."""
+    return functools.cache(lambda length: torch.arange(length, dtype=torch.float64))
 
 
+POSITIONS = make_positions()
 TABLES: dict[Any, Any] = {}
 
 
@@ -80,7 +81,7 @@ NUMBERS: dict[str, Code] = {
     "len": lambda x: x / len(x[0]),
     "math": lambda x: x / math.sqrt(x.shape[1]),
     "loop": scan,
-    "cache": lambda x: x + positions(x.shape[1])[:, None],
+    "cache": lambda x: x + POSITIONS(x.shape[1])[:, None],
     "dictionary": looked_up,
 }
 
@@ -134,10 +135,10 @@ class Placing(nn.Module):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4)
+        self.inner, self.positions = nn.Linear(4, 4), make_positions()
 
     def forward(self, x: Any) -> Any:
-        return self.inner(x) + positions(x.shape[1])[:, None]
+        return self.inner(x) + self.positions(x.shape[1])[:, None]
 
 
 def test_a_length_by_which_a_module_inside_looks_a_table_up_may_be_another() -> None:
