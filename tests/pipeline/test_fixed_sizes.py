@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -58,12 +59,30 @@ def scan(x: Any) -> Any:
     return torch.stack(found, 1)
 
 
+def make_positions() -> Code:
+    """Make a function with a cache; tests freeze those that there are at their begin (gc.freeze)."""
+    return functools.cache(lambda length: torch.arange(length, dtype=torch.float64))
+
+
+POSITIONS = make_positions()
+TABLES: dict[Any, Any] = {}
+
+
+def looked_up(x: Any) -> Any:
+    key = x.shape[1], "rows"
+    if key not in TABLES:
+        TABLES[key] = (torch.arange(x.shape[1], dtype=torch.float64),)
+    return x + TABLES[key][0][:, None]
+
+
 NUMBERS: dict[str, Code] = {
     "int": lambda x: x * int(x.shape[1]),
     "float": lambda x: x + x.new_full((x.shape[0], 1, 1), float(x.shape[1])),
     "len": lambda x: x / len(x[0]),
     "math": lambda x: x / math.sqrt(x.shape[1]),
     "loop": scan,
+    "cache": lambda x: x + POSITIONS(x.shape[1])[:, None],
+    "dictionary": looked_up,
 }
 
 
@@ -74,12 +93,57 @@ def made(length: int, samples: int = 3) -> Any:
 @pytest.mark.parametrize("code", list(NUMBERS))
 def test_a_size_that_is_taken_for_a_number_is_fixed_where_a_cut_may_open_the_code(code: str) -> None:
     opened = trace_model(Model(NUMBERS[code]), made(5)).sizes
+    assert all(type(each) is torch.Tensor for (each,) in TABLES.values())
     opened.check({"x": made(5, samples=2)})
     with pytest.raises(
         PipelineError, match=r"dimension 1 of the argument 'x' is 7, and was 5 in the example.*shape\[1\]"
     ):
         opened.check({"x": made(7)})
     model = Model(NUMBERS[code], is_inside=True)
+    found = trace_model(model, made(5))
+    found.sizes.check({"x": made(7)})
+    torch.testing.assert_close(run_stages(split_model(found, {"two": 1}), {"x": made(7)}), model(made(7)))
+
+
+class Keeping(nn.Module):  # type: ignore[misc]
+    """Keeps a table for each length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.rows = nn.Linear(4, 4), nn.Linear(4, 4), dict[Any, Any]()
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        key = x.shape[1], "rows"
+        if key not in self.rows:
+            self.rows[key] = torch.arange(x.shape[1], dtype=torch.float64)
+        return self.two(self.one(x) + self.rows[key][:, None])
+
+
+def test_a_length_by_which_a_model_keeps_tables_is_fixed() -> None:
+    model = Keeping()
+    found = trace_model(model, made(5))
+    assert not model.rows
+    with pytest.raises(PipelineError, match="is 7, and was 5 in the example"):
+        found.sizes.check({"x": made(7)})
+    given = {"x": made(5, samples=2)}
+    torch.testing.assert_close(run_stages(split_model(found, {"two": 1}), given), model(**given))
+
+
+class Placing(nn.Module):  # type: ignore[misc]
+    """Looks positions up around a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.positions = nn.Linear(4, 4), make_positions()
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) + self.positions(x.shape[1])[:, None]
+
+
+def test_a_length_by_which_a_module_inside_looks_a_table_up_may_be_another() -> None:
+    model = Model(Placing())
+    model(made(5))  # as pipeline() does, so that the table is there
     found = trace_model(model, made(5))
     found.sizes.check({"x": made(7)})
     torch.testing.assert_close(run_stages(split_model(found, {"two": 1}), {"x": made(7)}), model(made(7)))

@@ -234,9 +234,16 @@ def plain_copy(value: Any, around: frozenset[int] = frozenset()) -> Any:
         kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         return kind(items)
     if isinstance(value, dict) and len(value) <= _MANY:
-        found = {key: plain_copy(each, around) for key, each in value.items()}
+        found = {_copy_key(key): plain_copy(each, around) for key, each in value.items()}
         return _NOT_PLAIN if any(each is _NOT_PLAIN for each in found.values()) else found
     return _NOT_PLAIN
+
+
+def _copy_key(key: Any) -> Any:
+    """Return a key of a table; a size as the number that it has become, since torch gives sizes no hash."""
+    if isinstance(key, torch.SymInt):
+        return int(key)
+    return tuple(map(_copy_key, key)) if isinstance(key, tuple) else key
 
 
 def held_copy(value: Any, around: frozenset[int] = frozenset()) -> Any:
@@ -250,7 +257,7 @@ def held_copy(value: Any, around: frozenset[int] = frozenset()) -> Any:
     if isinstance(value, list | tuple | deque) and len(value) <= _MANY:
         return [held_copy(each, around) for each in value]
     if isinstance(value, dict) and len(value) <= _MANY:
-        return {key: held_copy(each, around) for key, each in value.items()}
+        return {_copy_key(key): held_copy(each, around) for key, each in value.items()}
     if isinstance(value, SimpleNamespace):  # which no Python code reads, and so nobody hears of
         return held_copy(vars(value), around)
     if isinstance(value, partial):

@@ -50,10 +50,15 @@ class KeptTables:
                 if function.cache_info().misses != misses:
                     function.cache_clear()
             for held, before in holders:
-                values = list(held.values()) if isinstance(held, dict) else held
-                if any(isinstance(each, FakeTensor) for each in values):
+                values = list(held.values() if isinstance(held, dict) else held)
+                if any(map(_is_without_data, values)):
                     held.clear()
                     (held.update if isinstance(held, dict) else held.extend)(before)
+
+
+def _is_without_data(value: Any) -> bool:
+    """Tell whether a value of a table is a tensor without data, or a tuple with one, as of cosines and sines."""
+    return any(map(_is_without_data, value)) if isinstance(value, tuple) else isinstance(value, FakeTensor)
 
 
 def _is_of_script(name: Any) -> bool:

@@ -155,6 +155,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if self._stack:
             self.attributes.note_absence(module, name, self._stack)
 
+    def takes_for_number(self) -> bool:
+        """Tell whether a size that is a key becomes a number: in the model's own code, which must be recorded. A module
+        inside with such code runs as it is, with any size."""
+        return not self.busy and len(self._stack) == 1
+
     def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call of a module, whose operations are recorded inside."""
         path = self._paths.get(id(module))
