@@ -132,6 +132,60 @@ def test_what_needs_a_pickle_gets_its_content_in_place_or_is_told_to_be_another_
     assert told.startswith("state holds another random.Random than before restore(): read it from there")
 
 
+class Recent(collections.deque[float]):
+    """Counts what it has seen, as a replay buffer does."""
+
+    seen = 0
+
+
+class Losses(list[float]):
+    best = 0.0
+
+
+class Book(dict[str, float]):
+    step = 0
+
+
+class Shown(dict[str, Any]):
+    """Has its keys as attributes too."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+def test_a_container_of_a_class_of_its_own_gets_its_attributes_back_too(tmp_path: Path) -> None:
+    """Else its content would be that of the checkpoint, and its counters those of the script's start."""
+
+    def start() -> tuple[Recent, Losses, Book, Book, Shown]:
+        return Recent(maxlen=2), Losses(), Book(), Book(), Shown(deep=[0.0])
+
+    def name(made: tuple[Any, ...]) -> dict[str, Any]:
+        recent, losses, nested, book, shown = made
+        return {"state": {"recent": recent, "losses": losses, "nested": [nested, {"shown": shown}]}, "book": book}
+
+    options = everstep.StorageOptions(allow_pickle=True)
+    recent, losses, nested, book, shown = made = start()
+    with everstep.checkpointer(tmp_path / "store", storage=options) as ckpt:
+        ckpt.track(**name(made))
+        recent.extend([1.0, 2.0, 3.0])
+        recent.seen = 3
+        losses.append(0.5)
+        losses.best = 0.5
+        nested.step = book.step = 7
+        shown.deep[0] = 4.0
+        ckpt.save(1)
+    recent, losses, nested, book, shown = made = start()
+    held = shown.deep
+    with everstep.checkpointer(tmp_path / "store", storage=options) as ckpt:
+        ckpt.restore(**name(made))
+    assert (list(recent), recent.seen) == ([2.0, 3.0], 3)
+    assert (losses, losses.best) == ([0.5], 0.5)
+    assert (nested.step, book.step) == (7, 7)
+    assert shown.deep is shown["deep"] is held
+    assert held == [4.0]
+
+
 def test_a_copy_of_the_state_of_an_object_is_refused_in_its_place(tmp_path: Path) -> None:
     """A restore would fill the copy, and the training would go on with a new optimizer without a word."""
     model = nn.Linear(2, 1)

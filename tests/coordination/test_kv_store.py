@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -89,6 +91,26 @@ def test_one_process_has_a_store_of_its_own() -> None:
     store.remove("word")
     assert store.read("word") is None
     assert (store.count("times", 2), store.count("times", 1), store.count("others")) == (2, 3, 0)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, RuntimeError])
+def test_what_a_signals_handler_raises_while_a_message_is_awaited_is_no_loss_of_rank_0(error: type[Exception]) -> None:
+    """As that of an alarm, by which a script ends before its time is over: it may save once more."""
+
+    def raise_error(number: int, frame: FrameType | None) -> None:
+        raise error("the time of the script is over")
+
+    store = SharedKVStore(dist.HashStore(), "secret", 2)
+    before = signal.signal(signal.SIGALRM, raise_error)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(error, match=r"^the time of the script is over$"):
+            store.read("word", 60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    store.leave("word", 1)
+    assert store.read("word") == 1
 
 
 def send_many(rank: int) -> int:

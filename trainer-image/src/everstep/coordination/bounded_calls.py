@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,6 +16,13 @@ T = TypeVar("T")
 _BRIEF = 1.0  # seconds
 
 _Calls = queue.SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
+
+
+class CallFailed(RuntimeError):
+    """A call has failed, or did not end in time.
+
+    An error of its own: while a call is waited for, a signal's handler may raise any other, as a TimeoutError.
+    """
 
 
 class BoundedCalls:
@@ -33,26 +40,34 @@ class BoundedCalls:
         self._calls: _Calls | None = None  # of the thread, which begins with the first one
 
     def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of a call, or raise what it raises. Where no thread can be started it is made at once.
+        """Return the result of a call. Where no thread can be started it is made at once.
 
         Raises:
-            TimeoutError: It, or one before it, did not end in time.
+            CallFailed: It has raised a RuntimeError or a TimeoutError, or it, or one before it, did not end in time.
+            Exception: Whatever else it raises.
         """
         if self._is_stuck:
-            raise TimeoutError(f"a call before did not end in {self._limit:g} s")
+            raise CallFailed(f"a call before did not end in {self._limit:g} s")
         if self._calls is None:
             try:
                 self._calls, thread = _start_thread()
             except RuntimeError:
-                return call(*args, **kwargs)
+                return _make_call(partial(call, *args, **kwargs))
             weakref.finalize(self, _end_thread, self._calls, thread)
         done: Future[T] = Future()
         self._calls.put((partial(call, *args, **kwargs), done))
-        try:
-            return done.result(self._limit)
-        except TimeoutError:
+        wait([done], self._limit)
+        if not done.done():
             self._is_stuck = True
-            raise TimeoutError(f"no answer in {self._limit:g} s") from None
+            raise CallFailed(f"no answer in {self._limit:g} s")
+        return done.result()
+
+
+def _make_call(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (RuntimeError, TimeoutError) as error:
+        raise CallFailed(f"{error}") from error
 
 
 def _start_thread() -> tuple[_Calls, threading.Thread]:
@@ -72,7 +87,7 @@ def _work(calls: _Calls) -> None:
     while (each := calls.get()) is not None:
         call, done = each
         try:
-            done.set_result(call())
+            done.set_result(_make_call(call))
         except BaseException as error:  # it is raised where the result is waited for
             done.set_exception(error)
         del each, call, done

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from everstep.coordination import address
-from everstep.coordination.bounded_calls import BoundedCalls
+from everstep.coordination.bounded_calls import BoundedCalls, CallFailed
 from everstep.coordination.errors import ErrorTypes
 from everstep.coordination.group import RankGroup
 
@@ -192,7 +192,7 @@ class SharedKVStore:
 def _naming_lost_store(errors: ErrorTypes) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, TimeoutError) as error:
+    except CallFailed as error:
         raise errors.store_lost(
             f"rank 0, which decides for all, cannot be reached: {str(error).splitlines()[0]}"
         ) from error

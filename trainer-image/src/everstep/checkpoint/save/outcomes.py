@@ -11,6 +11,7 @@ from typing import Any
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.format.keys import Key
+from everstep.checkpoint.host.interruptions import raise_interruption
 from everstep.checkpoint.save.saver import WriterConnection
 from everstep.checkpoint.save.trigger import Trigger
 from everstep.checkpoint.store.base import open_store
@@ -221,6 +222,7 @@ class SaveOutcomes:
         try:
             work()
         except (CheckpointError, OSError) as error:
+            raise_interruption(error)
             self.alarm(str(error))
 
     def _hear(self, report: dict[str, Any]) -> None:

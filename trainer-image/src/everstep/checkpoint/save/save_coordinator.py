@@ -425,14 +425,14 @@ class SaveCoordinator:
 
         Return how long to wait until the next look, None when nothing is copied.
         """
-        key = self.saver.copying
-        if key is None:
+        if (key := self.saver.copying) is None:
             return None
         try:
             return None if self.saver.finish_copy(timeout_seconds) else _POLL_COPY
         except WriterLost as error:
             self._outcomes.alarm(str(error))  # a new one finds in the slot what was not announced
         except (CheckpointError, OSError) as error:
+            raise_interruption(error)
             self._outcomes.void(key, f"{error}", replan=False)
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -45,6 +45,7 @@ _log = logging.getLogger("everstep.checkpoint")
 
 _EPOCHS = "epochs"  # of a loader's samplers
 _SCALER = ("torch.amp.grad_scaler", "GradScaler")
+_PLAIN = (dict, OrderedDict, defaultdict, Counter, list, tuple, set, bytearray, deque)  # have nothing beside content
 
 
 class StatefulObject:
@@ -209,6 +210,7 @@ class StateValue:
             if is_ordered and isinstance(self.value, dict):
                 for key in (*loaded, *kept):
                     self.value[key] = self.value.pop(key)
+            _take_attributes(self.value, loaded)
         elif is_tensor(self.value) and overlaps_itself(self.value):
             fill_overlapping(self.value, loaded, self.prefix)
         else:
@@ -246,7 +248,7 @@ def with_types_of(live: Any, loaded: Any, *, is_ordered: bool) -> Any:
         has_order = is_ordered or type(loaded) is not dict
         order = loaded if has_order else {**{key: 0 for key in live if key in loaded}, **loaded}
         content = {key: with_types_of(live.get(key), loaded[key], is_ordered=is_ordered) for key in order}
-        new = copy.copy(live if type(loaded) in (dict, type(live)) else loaded)
+        new = copy.copy(live if type(loaded) is dict or type(loaded) is type(live) in _PLAIN else loaded)
         new.clear()
         new.update(content)
         return new
@@ -257,6 +259,30 @@ def with_types_of(live: Any, loaded: Any, *, is_ordered: bool) -> Any:
 
 def _put_into(live: Any, loaded: Any, is_ordered: bool, replaced: set[str]) -> Any:
     """Give what the script holds the loaded content: others, as an optimizer, may hold the same tensor or list.
+
+    See _put_content().
+    """
+    taken = _put_content(live, loaded, is_ordered, replaced)
+    if taken is live:
+        _take_attributes(live, loaded)
+    return taken
+
+
+def _take_attributes(live: Any, loaded: Any) -> None:
+    """Give a container of a class of its own what it has beside its content, as a buffer that counts what it got.
+
+    Attributes that are the keys of a dictionary are its content.
+    """
+    if type(live) is not type(loaded) or type(live) in _PLAIN or not isinstance(live, _PLAIN):
+        return
+    if not hasattr(live, "__dict__") or (isinstance(loaded, dict) and vars(loaded).keys() <= loaded.keys()):
+        return
+    vars(live).clear()
+    vars(live).update(vars(loaded))
+
+
+def _put_content(live: Any, loaded: Any, is_ordered: bool, replaced: set[str]) -> Any:
+    """Put the loaded content into what the script holds.
 
     Args:
         live: What the script holds.
