@@ -149,6 +149,8 @@ class Book(dict[str, float]):
 class Shown(dict[str, Any]):
     """Has its keys as attributes too."""
 
+    deep: list[float]
+
     def __init__(self, **items: Any) -> None:
         super().__init__(**items)
         self.__dict__ = self
