@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import ssl
 from collections.abc import AsyncIterator
@@ -42,6 +43,14 @@ async def test_requests_go_through_the_proxy_of_the_environment(proxy: list[web.
     async with open_api_session(Configuration(host=FAR)) as session, session.get(f"{FAR}/version") as answer:
         assert answer.status == 200
     assert [request.headers["Host"] for request in proxy] == ["api.example:6443"]
+
+
+async def test_a_proxy_may_be_written_without_a_scheme(
+    proxy: list[web.Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", os.environ["http_proxy"].removeprefix("http://"))
+    async with open_api_session(Configuration(host=FAR)) as session, session.get(f"{FAR}/version") as answer:
+        assert answer.status == 200
 
 
 async def test_a_proxy_is_passed_by_where_the_environment_says_so(

@@ -53,7 +53,8 @@ def find_proxy(url: str) -> str | None:
     parts = urlsplit(url)
     if parts.hostname is None or urllib.request.proxy_bypass(parts.hostname) or _is_in_bypassed_network(parts.hostname):
         return None
-    return urllib.request.getproxies().get(parts.scheme)
+    found = urllib.request.getproxies().get(parts.scheme)
+    return f"http://{found}" if found and "://" not in found else found  # as programs in Go read "proxy:3128"
 
 
 def _is_in_bypassed_network(host: str) -> bool:
