@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
+from everstep.checkpoint.state.optimizers import OptimizerObject  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
@@ -104,3 +106,26 @@ def test_a_checkpoint_that_does_not_say_the_order_is_taken_as_before(tmp_path: P
         everstep.load_into(tmp_path / "store", **given)
     everstep.load_into(tmp_path / "store", rename=lambda name: None if ".places." in name else name, **given)
     assert given["scheduler"].base_lrs == [0.01, 0.1, 1.0]
+
+
+class Counted(list[Any]):
+    """Counts how often all of it is looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_each_parameter_may_have_a_group_of_its_own() -> None:
+    """As with layers that learn at rates of their own: a save of thousands holds up training for each of them once."""
+
+    def count_looks(groups: int) -> int:
+        params = [nn.Parameter(torch.zeros(1)) for _ in range(groups)]
+        kind = OptimizerObject("optimizer", torch.optim.SGD([{"params": [each]} for each in params]), {}, "rank.0")
+        counted = kind.params = Counted(kind.params)
+        assert sum(".positions." in name for name, _ in kind.leaves()) == groups
+        return counted.looks
+
+    assert count_looks(30) == count_looks(3)

@@ -91,6 +91,7 @@ class OptimizerObject:
         self._as_shards: set[str] = set()  # names of state that is given to the optimizer as plain tensors
         self._optimizer = optimizer
         self.params: list[torch.Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
+        self._place_of = {id(each): i for i, each in enumerate(self.params)}  # once: each parameter may have a group
         # A parameter of no module is known by its place.
         self._names = [known.get(id(each), name_place(i)) for i, each in enumerate(self.params)]
         self._held: dict[str, list[str]] = {}  # see param_holders.py
@@ -419,8 +420,7 @@ class OptimizerObject:
                 live.update({key: undo_casts(live[key], own[key], taken, key) for key in own if key in live})
 
     def _places(self, group: dict[str, Any]) -> list[int]:
-        where = {id(each): i for i, each in enumerate(self.params)}
-        return [where[id(each)] for each in group["params"]]
+        return [self._place_of[id(each)] for each in group["params"]]
 
     def _of_params(self, saved: Saved) -> list[ParamContent]:
         own = None if self._is_own else saved.at(self._own)
