@@ -268,13 +268,15 @@ def _record_call(
     while True:
         recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs, sure)
         try:
-            with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
+            kept = tables.kept(recorder.takes_keys)
+            with attributes_kept(model), kept, _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed or recorder.attributes.unsure:
 
                 def record_with(values: Mapping[Key, Any], sizes: Sizes) -> ForwardRecord:
                     again = Recorder(model, sizes, device, unseen, unsplit_inputs, sure)
-                    with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
+                    kept = tables.kept(again.takes_keys)
+                    with attributes_kept(model), kept, _python_draws_nothing(model), disable_compilation():
                         for (path, name), value in values.items():
                             # A copy of a container, which forward changes.
                             vars(model.get_submodule(path))[name] = pytree.tree_map(lambda leaf: leaf, value)
@@ -287,7 +289,9 @@ def _record_call(
             ):
                 return record
             guesses = False  # code goes by such a size, and not by what was guessed for it
-        except Untraceable:
+        except Untraceable as error:
+            if tables.learn_key(error.__cause__):
+                continue
             if not recorder.sizes.guessed:
                 raise
             guesses = False  # code relies on its being that of an argument
