@@ -43,7 +43,7 @@ class KeptTables:
     def learn_key(self, error: BaseException | None) -> bool:
         """Let the code that has failed, since a size has no hash, take sizes for keys from now on. False if this is not
         why, or if it may already."""
-        if not isinstance(error, _SizeAsKey) or error.code in self._keyed:
+        if not isinstance(error, UnhashableSize) or error.code in self._keyed:
             return False
         self._keyed.add(error.code)
         return True
@@ -72,8 +72,8 @@ class KeptTables:
                     (held.update if isinstance(held, dict) else held.extend)(before)
 
 
-class _SizeAsKey(TypeError):
-    """Raised where a size is hashed, as torch raises a TypeError; `code` is what does it."""
+class UnhashableSize(TypeError):
+    """A size is hashed, which torch gives no hash; `code` is what hashes it."""
 
     def __init__(self, code: CodeType, *said: object) -> None:
         super().__init__(*said)
@@ -94,7 +94,7 @@ def _hashable_sizes(is_key: Callable[[CodeType], bool]) -> Iterator[None]:
         try:
             return int(original(size))
         except TypeError as error:
-            raise _SizeAsKey(code, *error.args) from None
+            raise UnhashableSize(code, *error.args) from None
 
     kind.__hash__ = hashed
     try:

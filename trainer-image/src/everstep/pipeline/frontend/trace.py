@@ -24,7 +24,7 @@ from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.counters import RecordWith, find_threshold
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes, are_free, find_fixed_sizes, group_places, with_sizes
 from everstep.pipeline.frontend.kept_tables import KeptTables
-from everstep.pipeline.frontend.record import FIXES_SIZES, Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
+from everstep.pipeline.frontend.record import Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
 from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.result_kinds import find_used_symbols
 from everstep.pipeline.frontend.script_draws import ScriptDraws
@@ -194,7 +194,6 @@ def _trace(
                 read_modes.setdefault(reader, {}).update([read.value])
     sizes, opened = find_fixed_sizes(record), _list_opened_modules(record.root, found)
     mode = record.root.training
-    fixing = {call.path: FIXES_SIZES for call in record.root.all_calls() if call.fixes and call.path not in opened}
     for number in sorted({each for _, each in sizes.numbers} if not are_numbers else ()):
         for places in group_places(record, arguments, number):
             if not any(place in places for place, _ in sizes.numbers):
@@ -204,7 +203,7 @@ def _trace(
                 other_sizes = with_sizes(arguments, dict.fromkeys(places, 2 * number))
                 other = record_as(mode, other_sizes)  # first, since most models take no others
                 if modes.do_the_same(record_as(mode), other) and are_free(
-                    record_as(mode, unseen=fixing), opened, places
+                    record, lambda unseen: record_as(mode, unseen=unseen), opened, places
                 ):
                     sizes = sizes.without(places)
     if both and is_alike:
