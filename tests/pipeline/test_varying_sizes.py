@@ -136,16 +136,16 @@ def test_a_model_with_several_recurrent_layers_takes_any_length() -> None:
     class Model(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4, batch_first=True)
-            self.between, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.one, self.two = nn.LSTM(5, 5, batch_first=True), nn.GRU(5, 5, batch_first=True)
+            self.between, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
 
         def forward(self, x: Any) -> Any:
             return self.last(self.two(self.between(self.one(x)[0]))[0])
 
     model = Model()
-    found = trace_model(model, torch.ones(3, 5, 4))
+    found = trace_model(model, torch.ones(3, 7, 5))
     assert [place for place, _ in found.sizes.numbers] == [("x", (), 2)]
-    x = torch.linspace(-1.0, 1.0, 56).view(2, 7, 4)
+    x = torch.linspace(-1.0, 1.0, 90).view(2, 9, 5)
     torch.testing.assert_close(run_stages(split_model(found, {"between": 1, "two": 1, "last": 2}), {"x": x}), model(x))
 
 
