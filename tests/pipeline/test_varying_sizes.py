@@ -12,6 +12,8 @@ from torch import nn  # noqa: E402
 
 from everstep.pipeline import LayoutOptions, PlanOptions, pipeline  # noqa: E402
 from everstep.pipeline.frontend import trace_model  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.small_nets import Block  # noqa: E402
 
@@ -128,6 +130,23 @@ def test_lengths_that_only_data_say_may_be_others_in_each_batch(
         optimizer.step()
     for key, each in model.named_parameters():
         assert torch.allclose(torch.from_numpy(found[key]), each, rtol=1e-10, atol=1e-10), key
+
+
+def test_a_model_with_several_recurrent_layers_takes_any_length() -> None:
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.LSTM(5, 5, batch_first=True), nn.GRU(5, 5, batch_first=True)
+            self.between, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Any) -> Any:
+            return self.last(self.two(self.between(self.one(x)[0]))[0])
+
+    model = Model()
+    found = trace_model(model, torch.ones(3, 7, 5))
+    assert [place for place, _ in found.sizes.numbers] == [("x", (), 2)]
+    x = torch.linspace(-1.0, 1.0, 90).view(2, 9, 5)
+    torch.testing.assert_close(run_stages(split_model(found, {"between": 1, "two": 1, "last": 2}), {"x": x}), model(x))
 
 
 def test_what_depends_on_data_is_known_and_what_does_not_is_not() -> None:

@@ -4,7 +4,7 @@ example's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.record import ForwardRecord, SizePlace
+from everstep.pipeline.frontend.record import FIXES_SIZES, ForwardRecord, SizePlace
 from everstep.pipeline.frontend.refs import Size, iterate_references
 from everstep.pipeline.frontend.sizes import is_broken, symbols_of
 
@@ -102,15 +102,22 @@ def find_fixed_sizes(record: ForwardRecord) -> FixedSizes:
     return FixedSizes(tuple(numbers), tuple(pairs))
 
 
-def are_free(record: ForwardRecord, opened: Collection[str], places: Collection[SizePlace]) -> bool:
+def are_free(
+    record: ForwardRecord,
+    again: Callable[[Mapping[str, str]], ForwardRecord],
+    opened: Collection[str],
+    places: Collection[SizePlace],
+) -> bool:
     """Tell whether the code that a cut may open asks and computes nothing of the sizes in these places.
 
     Args:
-        record: Of the model, in which no module that takes these sizes for numbers is looked into: else they would be
-            numbers behind it, of which nobody sees what code asks.
+        record: Of the model.
+        again: Records it once more, without looking into the modules that it is given, by path, with the reason: those
+            that take sizes for numbers, which they else would be behind it, where nobody sees what code asks.
         opened: The paths of the modules whose code a cut may open.
         places: The places.
     """
+    record = _record_unfixed(record, again, opened)
     symbols = {symbol for symbol, place in record.symbols.items() if place in places}
     if any(record.sizes.simplify(symbol) != symbol for symbol in symbols):
         return False
@@ -120,6 +127,19 @@ def are_free(record: ForwardRecord, opened: Collection[str], places: Collection[
     taken = [ref for item in items for ref in (*iterate_references(item.inputs), *iterate_references(item.outputs))]
     sizes = [record.sizes.simplify(ref.expr) for ref in taken if isinstance(ref, Size)]
     return symbols.isdisjoint(symbols_of([*asked, *sizes]))
+
+
+def _record_unfixed(
+    record: ForwardRecord, again: Callable[[Mapping[str, str]], ForwardRecord], opened: Collection[str]
+) -> ForwardRecord:
+    # A size that one module takes is a number for all behind it, which show only later that they take it, too.
+    unseen = dict[str, str]()
+    while True:
+        closed = [call for call in record.root.all_calls() if call.path not in opened]
+        unseen |= {call.path: FIXES_SIZES for call in closed if call.fixes}
+        record = again(unseen)
+        if not any(call.fixes and call.path not in {*opened, *unseen} for call in record.root.all_calls()):
+            return record
 
 
 def group_places(record: ForwardRecord, arguments: Mapping[str, Any], number: int) -> list[list[SizePlace]]:

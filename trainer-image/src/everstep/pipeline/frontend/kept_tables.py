@@ -11,12 +11,14 @@ import functools
 import gc
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from types import FunctionType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.held_objects import can_be_watched
 
@@ -34,17 +36,31 @@ class KeptTables:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self._keyed = model, set[CodeType]()
         cached = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
         self._functions = [each for each in cached if _is_of_script(getattr(each, "__module__", None))]
 
+    def learn_key(self, error: BaseException | None) -> bool:
+        """Let the code that has failed, since a size has no hash, take sizes for keys from now on. False if this is not
+        why, or if it may already."""
+        if not isinstance(error, UnhashableSize) or error.code in self._keyed:
+            return False
+        self._keyed.add(error.code)
+        return True
+
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Let no table without data stay that is made inside; others stay."""
+    def kept(self, takes_keys: Callable[[], bool] = bool) -> Iterator[None]:
+        """Let no table without data stay that is made inside; others stay.
+
+        Args:
+            takes_keys: Tells whether a size may be a key of a table now. It is a number from then on, as by `int()`, so
+                only where code cannot do without: other code, as einops, goes on without its table.
+        """
         asked = [(each, each.cache_info().misses) for each in self._functions]
         holders = [(held, held.copy()) for held in _iterate_holders(self._model)]
         try:
-            yield
+            with _hashable_sizes(lambda code: code in self._keyed and takes_keys()):
+                yield
         finally:
             for function, misses in asked:
                 if function.cache_info().misses != misses:
@@ -56,9 +72,40 @@ class KeptTables:
                     (held.update if isinstance(held, dict) else held.extend)(before)
 
 
+class UnhashableSize(TypeError):
+    """A size is hashed, which torch gives no hash; `code` is what hashes it."""
+
+    def __init__(self, code: CodeType, *said: object) -> None:
+        super().__init__(*said)
+        self.code = code
+
+
+@contextlib.contextmanager
+def _hashable_sizes(is_key: Callable[[CodeType], bool]) -> Iterator[None]:
+    kind: Any = torch.SymInt
+    original = kind.__hash__
+
+    def hashed(size: Any) -> int:
+        known, code = size.node.maybe_as_int(), sys._getframe(1).f_code
+        if known is None and is_key(code):
+            known = int(size)
+        if known is not None:
+            return hash(known)
+        try:
+            return int(original(size))
+        except TypeError as error:
+            raise UnhashableSize(code, *error.args) from None
+
+    kind.__hash__ = hashed
+    try:
+        yield
+    finally:
+        kind.__hash__ = original
+
+
 def _is_without_data(value: Any) -> bool:
-    """Tell whether a value of a table is a tensor without data, or a tuple with one, as of cosines and sines."""
-    return any(map(_is_without_data, value)) if isinstance(value, tuple) else isinstance(value, FakeTensor)
+    """Tell whether a value of a table is a tensor without data, or has one in it, as cosines and sines."""
+    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
 
 
 def _is_of_script(name: Any) -> bool:

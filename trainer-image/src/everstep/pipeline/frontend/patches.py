@@ -29,7 +29,6 @@ class RecordingListener(AttributeListener, Protocol):
 
     def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
     def function(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any: ...
-    def takes_for_number(self) -> bool: ...
 
 
 @contextlib.contextmanager
@@ -42,7 +41,6 @@ def listen_to_model(listener: RecordingListener) -> Iterator[None]:
         _patch_module_calls(listener),
         listen_to_attributes(listener),
         _patch_custom_functions(listener),
-        _patch_hashes(listener),
         _patch_conversions(listener),
         _patch_autocast(listener),
         _Draws(listener),
@@ -107,25 +105,6 @@ def _patch_custom_functions(listener: RecordingListener) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original
-
-
-@contextlib.contextmanager
-def _patch_hashes(listener: RecordingListener) -> Iterator[None]:
-    """Let a size be the key of a table where the listener says so: it is a number from then on, as by `int()`."""
-    kind: Any = torch.SymInt
-    original = kind.__hash__
-
-    def hashed(size: Any) -> int:
-        known = size.node.maybe_as_int()
-        if known is None and listener.takes_for_number():
-            known = int(size)
-        return int(original(size)) if known is None else hash(known)
-
-    kind.__hash__ = hashed
-    try:
-        yield
-    finally:
-        kind.__hash__ = original
 
 
 @contextlib.contextmanager

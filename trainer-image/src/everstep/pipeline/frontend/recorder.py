@@ -155,8 +155,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if self._stack:
             self.attributes.note_absence(module, name, self._stack)
 
-    def takes_for_number(self) -> bool:
-        """Tell whether a size that is a key becomes a number: in the model's own code, which must be recorded. A module
+    def takes_keys(self) -> bool:
+        """Tell whether a size may be a key, and so a number: in the model's own code, which must be recorded. A module
         inside with such code runs as it is, with any size."""
         return not self.busy and len(self._stack) == 1
 

@@ -24,7 +24,7 @@ from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.counters import RecordWith, find_threshold
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes, are_free, find_fixed_sizes, group_places, with_sizes
 from everstep.pipeline.frontend.kept_tables import KeptTables
-from everstep.pipeline.frontend.record import FIXES_SIZES, Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
+from everstep.pipeline.frontend.record import Call, ForwardRecord, GuessFailed, SizesFixed, Untraceable
 from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.result_kinds import find_used_symbols
 from everstep.pipeline.frontend.script_draws import ScriptDraws
@@ -194,7 +194,6 @@ def _trace(
                 read_modes.setdefault(reader, {}).update([read.value])
     sizes, opened = find_fixed_sizes(record), _list_opened_modules(record.root, found)
     mode = record.root.training
-    fixing = {call.path: FIXES_SIZES for call in record.root.all_calls() if call.fixes and call.path not in opened}
     for number in sorted({each for _, each in sizes.numbers} if not are_numbers else ()):
         for places in group_places(record, arguments, number):
             if not any(place in places for place, _ in sizes.numbers):
@@ -204,7 +203,7 @@ def _trace(
                 other_sizes = with_sizes(arguments, dict.fromkeys(places, 2 * number))
                 other = record_as(mode, other_sizes)  # first, since most models take no others
                 if modes.do_the_same(record_as(mode), other) and are_free(
-                    record_as(mode, unseen=fixing), opened, places
+                    record, lambda unseen: record_as(mode, unseen=unseen), opened, places
                 ):
                     sizes = sizes.without(places)
     if both and is_alike:
@@ -268,13 +267,15 @@ def _record_call(
     while True:
         recorder = Recorder(model, new_sizes(guesses=guesses), device, unseen, unsplit_inputs, sure)
         try:
-            with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
+            kept = tables.kept(recorder.takes_keys)
+            with attributes_kept(model), kept, _python_draws_nothing(model), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed or recorder.attributes.unsure:
 
                 def record_with(values: Mapping[Key, Any], sizes: Sizes) -> ForwardRecord:
                     again = Recorder(model, sizes, device, unseen, unsplit_inputs, sure)
-                    with attributes_kept(model), tables.kept(), _python_draws_nothing(model), disable_compilation():
+                    kept = tables.kept(again.takes_keys)
+                    with attributes_kept(model), kept, _python_draws_nothing(model), disable_compilation():
                         for (path, name), value in values.items():
                             # A copy of a container, which forward changes.
                             vars(model.get_submodule(path))[name] = pytree.tree_map(lambda leaf: leaf, value)
@@ -287,7 +288,9 @@ def _record_call(
             ):
                 return record
             guesses = False  # code goes by such a size, and not by what was guessed for it
-        except Untraceable:
+        except Untraceable as error:
+            if tables.learn_key(error.__cause__):
+                continue
             if not recorder.sizes.guessed:
                 raise
             guesses = False  # code relies on its being that of an argument
