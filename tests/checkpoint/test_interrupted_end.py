@@ -347,3 +347,10 @@ def test_a_call_that_is_interrupted_when_it_begins_keeps_no_later_one_out() -> N
     with pytest.raises(KeyboardInterrupt):
         made.step()
     assert made.step() == "done"
+
+
+def test_errors_that_are_causes_of_each_other_are_each_looked_at_once() -> None:
+    """As one that is kept, and raised again by who has caught what was made of it."""
+    kept, made = CheckpointError("rank 1 left"), CheckpointError("the save failed")
+    kept.__cause__, made.__cause__ = made, kept
+    assert find_interruption(kept) is None

@@ -25,8 +25,10 @@ def find_interruption(error: BaseException) -> BaseException | None:
     if not isinstance(error, Exception):
         return error
     each: BaseException | None = error
+    seen = set[int]()  # an error that is kept and raised once more may be the cause of its own cause
     # Not its context: the script may save while it handles what a handler has raised before.
-    while each is not None:
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
         is_raised_there = any(_is_of_handler(frame) for frame, _ in traceback.walk_tb(each.__traceback__))
         if is_raised_there and not isinstance(each, CheckpointError):
             return each
