@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.held_objects import can_be_watched
 
@@ -105,7 +104,15 @@ def _hashable_sizes(is_key: Callable[[CodeType], bool]) -> Iterator[None]:
 
 def _is_without_data(value: Any) -> bool:
     """Tell whether a value of a table is a tensor without data, or has one in it, as cosines and sines."""
-    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
+    waiting, seen = [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, FakeTensor):
+            return True
+        if isinstance(each, dict | list | tuple) and id(each) not in seen:  # which may be in itself
+            seen.add(id(each))
+            waiting += each.values() if isinstance(each, dict) else each
+    return False
 
 
 def _is_of_script(name: Any) -> bool:
