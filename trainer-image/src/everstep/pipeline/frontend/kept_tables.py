@@ -1,7 +1,7 @@
 """Tables that code keeps beside its modules, by `functools.cache`, in dictionaries or in objects, as for each length.
 
 While a model runs on tensors without data, such a table would be one without data, and stay so: modules that run as
-they are would find it in a step.
+they are would find it in a step. A size has no hash then; code that cannot do without its table may use one as a key.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KeptTables:
         return True
 
     @contextlib.contextmanager
-    def kept(self, takes_keys: Callable[[], bool] = bool) -> Iterator[None]:
+    def kept(self, takes_keys: Callable[[], bool]) -> Iterator[None]:
         """Let no table without data stay that is made inside; others stay.
 
         Args:
