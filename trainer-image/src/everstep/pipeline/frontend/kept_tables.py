@@ -48,12 +48,12 @@ class KeptTables:
         return True
 
     @contextlib.contextmanager
-    def kept(self, takes_keys: Callable[[], bool]) -> Iterator[None]:
+    def kept(self, takes_keys: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Let no table without data stay that is made inside; others stay.
 
         Args:
             takes_keys: Tells whether a size may be a key of a table now. It is a number from then on, as by `int()`, so
-                only where code cannot do without: other code, as einops, goes on without its table.
+                only where code cannot do without: other code, as einops, goes on without its table. By default none is.
         """
         asked = [(each, each.cache_info().misses) for each in self._functions]
         holders = [(held, held.copy()) for held in _iterate_holders(self._model)]
