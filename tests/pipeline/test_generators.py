@@ -74,7 +74,7 @@ def test_a_module_that_is_known_to_draw_is_seeded_and_not_compared(monkeypatch: 
     random = rng.Random(dict(model.named_modules()), torch.device("cpu"), 1)
     for _ in range(2):
         copies.clear()
-        with random.of(0):
+        with random.kept(), random.of(0):
             model(torch.ones(8))
         random.next_step()
     random.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -106,10 +107,10 @@ def test_the_numbers_of_a_step_do_not_depend_on_the_steps_before_it(model: Any) 
         random = Random(dict(module.named_modules()), torch.device("cpu"), 1)
         random.step = start
         while random.step < 3:
-            with random.of(0):
+            with random.kept(), random.of(0):
                 module(x)
             random.next_step()
-        with random.of(0):
+        with random.kept(), random.of(0):
             found.append(module(x))
         random.close()
     assert torch.equal(*found)
@@ -123,11 +124,27 @@ def test_calls_that_draw_nothing_are_repeated_in_their_places() -> None:
         random = Random(dict(module.named_modules()), torch.device("cpu"), 1)
         for _ in range(2):  # in the second step it is known what draws
             x.grad = None
-            with random.of(0):
+            with random.kept(), random.of(0):
                 result = checkpoint(module, x, use_reentrant=False) if again else module(x)
-            with random.again(0):
+            with random.kept(), random.again(0):
                 result.square().sum().backward()
             random.next_step()
         random.close()
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+def test_a_backward_draws_its_own_numbers_also_after_its_forward_was_done_again() -> None:
+    random, found, before = Random({}, torch.device("cpu"), 1), [], torch.get_rng_state()
+    with random.kept():
+        for microbatch in (0, 1):
+            with random.of(microbatch):
+                torch.rand(5)
+        for microbatch, draws in ((0, 0), (1, 0), (0, 5)):
+            with random.again(microbatch):
+                with random.of(microbatch) if draws else contextlib.nullcontext():
+                    torch.rand(draws)
+                found.append(torch.rand(3))
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+    assert torch.equal(torch.get_rng_state(), before)

@@ -121,7 +121,7 @@ def alone(setting: Setting, *, rounded: bool = False) -> Trained:
         optimizer.zero_grad()
         total, count = 0.0, 0.0
         for number, part in _parts(setting, batch) if case.per_microbatch else [(0, batch)]:
-            with random.of(number):
+            with random.kept(), random.of(number):
                 outputs = model(**part.inputs)
             part_sum, part_count = case.loss(outputs, part.targets)
             part_sum.backward()

@@ -143,7 +143,8 @@ class Engine:
             self.parameters.forget_gradients()
             self._total = Total()
         with self.aborting():
-            with without_hooks(self.parameters.own), share_casts(is_wanted=self.options.precision != "full"):
+            casts = share_casts(is_wanted=self.options.precision != "full")
+            with without_hooks(self.parameters.own), casts, self._random.kept():
                 self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
             self._batches = 0 if last else self._batches + 1
             return self._finish() if last else self._hold()

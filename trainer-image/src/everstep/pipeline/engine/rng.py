@@ -72,6 +72,7 @@ class _Log:
     begun: dict[int, int] = field(default_factory=dict)  # the seed that the call begins with that was entered so
     seeds: dict[int, int] = field(default_factory=dict)  # of events
     left: dict[int, int] = field(default_factory=dict)  # the seed at the end of the call that was entered so
+    backward: int = 0  # the seed of its backward
     events: int = 0
 
     def next(self, seed: int) -> int:
@@ -86,7 +87,7 @@ class _Frame:
 
     module: nn.Module
     around: int
-    before: Any
+    before: Any  # None where it is what the seed around gives
     seed: int
     event: int
     drew: bool = False
@@ -138,6 +139,15 @@ class Random:
                 self._hooks.append(module.register_forward_pre_hook(self._enter))
                 self._hooks.append(module.register_forward_hook(self._leave))
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put the generators back afterwards, which every forward and backward inside seeds."""
+        before = self._generator.get_state()
+        try:
+            yield
+        finally:
+            self._generator.set_state(before)
+
     def of(
         self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0
     ) -> contextlib.AbstractContextManager[None]:
@@ -151,7 +161,8 @@ class Random:
     def again(
         self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0
     ) -> contextlib.AbstractContextManager[None]:
-        """Around a backward: what it does once more of the forward, as activation checkpoints do, draws the same."""
+        """Around a backward: what it does once more of the forward, as activation checkpoints do, draws the same; what
+        only it draws begins with a seed of its own."""
         log = self._logs.get((stage, microbatch))
         return _Calls(self, microbatch, repeats, _Log() if log is None else log, again=True)
 
@@ -215,6 +226,7 @@ class Random:
         seed = self._quiet = _scramble(self._base ^ self._hashes_of_stages[stage])
         self._generator.manual_seed(seed)
         log.next(seed)
+        log.backward = _scramble(self._base)
 
     def _end_forward(self, microbatch: int, stage: int) -> None:
         """Warn of a module that draws, though it drew nothing in the first micro-batch of the step."""
@@ -259,7 +271,10 @@ class Random:
         around = self._generator.initial_seed()
         event, seed = self._find_call(name, around)
         if event is not None:
-            before = self._generator.get_state()
+            # One that is known to draw is put back rarely, and stands where its last seed has set it: a copy of the
+            # state takes as long as all the rest.
+            is_plain = self._asleep and not self._again and not self._frames and around == self._quiet
+            before = None if is_plain else self._generator.get_state()
             self._generator.manual_seed(seed)
             self._frames.append(_Frame(module, around, before, seed, event))
 
@@ -287,7 +302,10 @@ class Random:
             return
         frame, name = self._frames.pop(), self._names[module]
         if not frame.drew and not self._has_drawn_since(frame.seed):
-            self._generator.set_state(frame.before)
+            if frame.before is None:
+                self._generator.manual_seed(frame.around)
+            else:
+                self._generator.set_state(frame.before)
             if not self._again:
                 self._log.entered[name].remove(frame.event)  # when it is repeated, it is not looked for
             return
@@ -309,12 +327,12 @@ class Random:
 
 
 class _Calls:
-    """A context in which module calls belong to one micro-batch. The generators then stand where they stood before.
+    """A context in which module calls belong to one micro-batch. `Random.kept` puts the generators back.
 
     There are two of them for each micro-batch of each stage: a generator function would take half as long again.
     """
 
-    __slots__ = ("_again", "_around", "_before", "_log", "_microbatch", "_random", "_repeats")
+    __slots__ = ("_again", "_around", "_log", "_microbatch", "_random", "_repeats")
 
     def __init__(
         self, random: Random, microbatch: int, repeats: Mapping[str, Sequence[int]], log: _Log, *, again: bool
@@ -326,12 +344,14 @@ class _Calls:
         self._around = own.microbatch, own._repeats, own._log, own._inside, own._again, own._frames
         own.microbatch, own._repeats, own._log = self._microbatch, self._repeats, self._log
         own._inside, own._again, own._frames = True, self._again, []
-        self._before = own._generator.get_state()
+        if self._again:
+            own._generator.manual_seed(self._log.backward)
 
     def __exit__(self, kind: Any, *_: object) -> None:
         own = self._random
-        own._generator.set_state(self._before)
         own.microbatch, own._repeats, own._log, own._inside, own._again, own._frames = self._around
+        if own._again:  # a forward that was done once more for a backward, which begins now
+            own._generator.manual_seed(own._log.backward)
 
 
 class _Forward(_Calls):
