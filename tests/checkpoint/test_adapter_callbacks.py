@@ -147,6 +147,44 @@ def test_a_training_that_begins_after_one_that_failed_saves_its_own_steps(tmp_pa
     assert len(keys) == 2
 
 
+def train_until_sigterm(rank: int, store: Path, output: Path) -> str | None:
+    """Two trainings: the second one hears of SIGTERM in step 7, and saves what it can; the path to go on from."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    from everstep.checkpoint.adapters.huggingface import EverstepCallback
+
+    class IsToldInStep(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == self.step - 1:  # what the signal's handler does after some seconds
+                (jit,) = (
+                    each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback)
+                )
+                jit.jit_manager.is_checkpoint_requested = True
+
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8))]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    arguments = TrainingArguments(
+        str(output), max_steps=8, save_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+        disable_tqdm=True, enable_jit_checkpoint=True,
+    )  # fmt: skip
+    for step in (3, 7):
+        ckpt = EverstepCallback(store, output)
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[ckpt, IsToldInStep(step)])
+        trainer.train(resume_from_checkpoint=ckpt.path())
+    shutil.rmtree(output)
+    return ckpt.path()
+
+
+def test_what_the_trainer_saves_on_sigterm_is_published(tmp_path: Path) -> None:
+    paths = ranks.run(1, train_until_sigterm, tmp_path / "store", tmp_path / "out")
+    assert paths == [str(tmp_path / "out" / "checkpoint-6")]
+    assert saved_steps(tmp_path / "store") == [6, 4, 2]
+
+
 def train_a_trial(rank: int, store: Path, output: Path) -> None:
     """A training, and trials that save as those of hyperparameter_search() do, whose libraries are not installed here:
     in a folder of their own, with what the Trainer notes of a trial."""

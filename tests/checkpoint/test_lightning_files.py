@@ -15,6 +15,7 @@ if importlib.util.find_spec("lightning") is None:  # its import changes the envi
     pytest.skip("lightning is not installed", allow_module_level=True)
 
 from everstep.checkpoint.catalog.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.publish import folder  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from everstep.data import Sampler  # noqa: E402
@@ -71,3 +72,23 @@ def test_a_loader_of_which_lightning_would_leave_a_batch_out_is_told_of(
     trainer = Trainer(accelerator="cpu", max_steps=2, callbacks=[Generators()], default_root_dir=tmp_path, **quiet)
     trainer.fit(BoringModel(), loader)
     assert ("leaves one batch out" in caplog.text) is warns
+
+
+def test_a_strategy_that_writes_its_own_files_is_rejected_when_the_training_begins(tmp_path: Path) -> None:
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+    from everstep.checkpoint.adapters.lightning import EverstepCheckpointIO, Generators
+
+    def begin(strategy: Any, plugin: Any, stage: str = "fit") -> None:
+        trainer = Trainer(strategy=strategy, plugins=[plugin], accelerator="cpu", devices=1, logger=False)
+        Generators().setup(trainer, None, stage)
+
+    ckpt = EverstepCheckpointIO(tmp_path / "store", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="ModelParallelStrategy writes and reads checkpoints by itself"):
+        begin(ModelParallelStrategy(1, 1), ckpt)
+    begin(ModelParallelStrategy(1, 1), ckpt, "test")
+    begin(ModelParallelStrategy(1, 1), TorchCheckpointIO())
+    begin(DDPStrategy(), ckpt)
+    begin(SingleDeviceStrategy(torch.device("cpu")), ckpt)

@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._loads_best = True  # until the Trainer says that it does not
         # A step and the best folder that it needs: saved, and not handed over before all callbacks have seen it.
         self._saved: tuple[int, tuple[Path, int] | None] | None = None
+        self._known: dict[int, int] = {}  # when each folder was written that needs no publication any more, by step
 
     def on(self, event: str, callback: Callback) -> None:
         """Call back with each event of this name: saved, restored, fell_back, failed, skipped. See Checkpointer.on."""
@@ -97,6 +99,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._hand_over()
         if state.is_world_process_zero:
             self._published.begin_training()
+        self._known = self._find_written()
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""
@@ -110,10 +113,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
             return
         self._published.see(self._named(state.global_step), own=_GENERATORS)
         if state.is_world_process_zero:
-            named = getattr(state, "best_model_checkpoint", None) if self._loads_best else None
-            best = _step_of(named)
-            needed = None if best is None or best == state.global_step else (Path(str(named)), best)
-            self._saved = state.global_step, needed
+            self._note_saved(state, state.global_step)
 
     # A callback behind this one may still write into the folder in its on_save: it is complete at the next event,
     # whichever that is. The Trainer removes no folder before that.
@@ -137,6 +137,9 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank at the end; waits for the last folder. SaveFailed."""
         self._hand_over()
+        if getattr(args, "enable_jit_checkpoint", False) and not _is_of_trial(state):
+            self._see_untold(state)
+            self._hand_over()
         self._published.finish()
 
     def _check_folder(self, args: Any) -> None:
@@ -147,12 +150,40 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
                 f"{self._folder}: give both the same folder"
             )
 
+    def _note_saved(self, state: Any, step: int) -> None:
+        named = getattr(state, "best_model_checkpoint", None) if self._loads_best else None
+        best = _step_of(named)
+        needed = None if best is None or best == step else (Path(str(named)), best)
+        self._saved = step, needed
+
+    def _see_untold(self, state: Any) -> None:
+        """See the folder that the Trainer has written before its end, after SIGTERM, without a word to callbacks.
+
+        All ranks call it.
+        """
+        written = self._find_written().items() - self._known.items()
+        step = self._published.hear_first(max((step for step, _ in written), default=None))
+        if step is not None:
+            self._published.see(self._named(step), own=_GENERATORS)
+            if state.is_world_process_zero:
+                self._note_saved(state, step)
+
     def _hand_over(self) -> None:
         """Have the folder published that was saved last, if it was not handed over yet."""
         saved, self._saved = self._saved, None
         if saved is not None:
             step, needed = saved
             self._published.publish(self._named(step), step, needed=needed)
+            self._known |= self._find_written(step)
+
+    def _find_written(self, step: int | str = "*") -> dict[int, int]:
+        """Return when the Trainer has written its folders, or that of one step: by step, in ns."""
+        found: dict[int, int] = {}
+        for state in self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-{step}/{TRAINER_STATE_NAME}"):
+            with suppress(OSError):  # another rank removes it
+                if (number := _step_of(state.parent)) is not None:
+                    found[number] = state.stat().st_mtime_ns
+        return found
 
     def _named(self, step: int) -> Path:
         return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"

@@ -5,8 +5,9 @@
     trainer = Trainer(plugins=[ckpt], callbacks=[saves, Generators()], ...)
     trainer.fit(model, ckpt_path=ckpt.path())
 
-For strategies that save one file by rank 0 (a single device, DDP). Files of weights alone, and Lightning's own
-temporary ones (of its search for a learning rate), are written and not published: no training goes on from them.
+For strategies that save one file by rank 0 (a single device, DDP): those that write and read checkpoints by themselves
+are rejected when the training begins. Files of weights alone, and Lightning's own temporary ones (of its search for a
+learning rate), are written and not published: no training goes on from them.
 
 What Lightning itself needs to go on exactly, seen with 2.6: a loader with `state_dict` (torchdata's
 StatefulDataLoader), since it begins an epoch anew with any other; and saves by `every_n_train_steps`, not at the end of
@@ -25,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, strategies
 from torch.utils._pytree import tree_leaves
 
 from everstep.checkpoint import events
 from everstep.checkpoint.adapters.published import Published
 from everstep.checkpoint.catalog.candidates import list_candidates
-from everstep.checkpoint.errors import Missing
+from everstep.checkpoint.errors import CheckpointError, Missing
 from everstep.checkpoint.format.values import pack_value, unpack_value
 from everstep.checkpoint.ranks.host_group import open_host_group
 from everstep.checkpoint.state.rng import Rng
@@ -42,6 +43,7 @@ _log = logging.getLogger("everstep.checkpoint")
 _FILE = "lightning.ckpt"
 _GENERATORS = "everstep_generators"
 _COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
+_OWN_FILES = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")  # do not use a CheckpointIO
 
 
 class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not where types are checked
@@ -153,6 +155,17 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
     def __init__(self) -> None:
         self._loaded: str | None = None
         self._group: RankGroup | None = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Lightning calls this before it restores. CheckpointError where it would publish nothing."""
+        own = tuple(getattr(strategies, name) for name in _OWN_FILES if hasattr(strategies, name))
+        is_own = isinstance(trainer.strategy, own)
+        if stage == "fit" and is_own and isinstance(trainer.strategy.checkpoint_io, EverstepCheckpointIO):
+            raise CheckpointError(
+                f"{type(trainer.strategy).__name__} writes and reads checkpoints by itself, not by a plugin: a run "
+                "could not go on from the store. Train with DDP, or shard the model in a loop of your own and save it "
+                "by everstep.checkpointer()"
+            )
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning calls this on every rank; rank 0 writes what it finds."""

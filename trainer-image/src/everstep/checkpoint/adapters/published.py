@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.checkpoint.adapters.background import BackgroundPublisher, HeldFolder, clear_leftovers
 from everstep.checkpoint.catalog.candidates import list_candidates, read_index, read_manifest
@@ -41,6 +41,8 @@ _log = logging.getLogger("everstep.checkpoint")
 _STALE = 60.0  # seconds that a network mount may go on showing an old list of files
 _AGAIN = 0.2
 _COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Published:
         """Call back with each event of this name; `saved`, `failed` and `skipped` come from another thread."""
         self._events.on(event, callback)
 
-    def hear_first(self, said: bool) -> bool:
+    def hear_first(self, said: T) -> T:
         """Return what rank 0 says. All ranks call it."""
         return self._all().broadcast(said)
 
