@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+from pathlib import Path
 
 from everstep.checkpoint.host.own_mapping import map_for_this_process
 
@@ -34,3 +35,24 @@ def test_a_forked_child_that_drops_what_its_parent_has_mapped_keeps_its_own_memo
         ctypes.memset(address, 1, SIZE)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_does_not_hold_the_file_that_its_parent_has_mapped() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(SIZE)
+        pages = map_for_this_process(file.fileno(), SIZE)
+        mapped = os.fstat(file.fileno())
+    pages[:4] = b"data"
+    child = os.fork()
+    if child == 0:  # a worker of a loader: the memory of a slot that is removed would not be free while it lives
+        held = [path for path in Path("/proc/self/fd").iterdir() if is_open_on(int(path.name), mapped)]
+        os._exit(len(held))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pages[:4] == b"data"
+
+
+def is_open_on(number: int, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(number), file)
+    except OSError:
+        return False

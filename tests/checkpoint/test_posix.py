@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, StoreError
+from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, StoreError, is_damage
 from everstep.checkpoint.host import available_memory
 from everstep.checkpoint.store import writeback
 from everstep.checkpoint.store.base import check_name, open_store
@@ -269,6 +269,26 @@ def test_an_error_of_a_slow_network_mount_may_pass(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         PosixStore(tmp_path, files=Failing("write", errno.ETIMEDOUT)).put(PART, [b"data"], 4)
     assert caught.value.may_pass
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_input_error_of_a_network_mount_is_a_server_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    """NFS that is mounted `soft` says EIO where its server does not answer; a disk says it of what it has lost."""
+    PosixStore(tmp_path).put(PART, [b"data"], 4)
+    monkeypatch.setattr(PosixStore, "is_local", is_local)
+    with pytest.raises(StoreError, match="Input/output error") as written:
+        PosixStore(tmp_path, files=Failing("sync", errno.EIO)).put("data/a/2/00000.part", [b"data"], 4)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StoreError, match="Input/output error") as read:
+        PosixStore(tmp_path).read_into(PART, 0, memoryview(bytearray(4)))
+    assert [written.value.may_pass, read.value.may_pass] == [not is_local] * 2
+    assert is_damage(read.value) is is_local
 
 
 def test_a_short_write_is_continued(tmp_path: Path) -> None:

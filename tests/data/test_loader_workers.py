@@ -1,4 +1,4 @@
-"""Workers of a loader that begins within a restore are forked from it, and hold nothing of what it held."""
+"""Workers of a loader that begins within a restore or a session are forked from it, and hold nothing of it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ def test_slots_from_which_a_run_was_restored_are_filled_while_workers_of_its_loa
         for step in (11, 12):  # the second one into the slot that was restored
             ckpt.save(step)
     assert steps_in(tmp_path) == [10, 11, 12]
+
+
+def test_the_memory_of_a_session_is_given_back_at_its_end_though_workers_that_were_forked_in_it_live(
+    tmp_path: Path,
+) -> None:
+    loader = torch.utils.data.DataLoader(range(4), num_workers=1, persistent_workers=True)
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=state(1))
+        ckpt.save(1)
+        list(loader)
+    assert [worker.is_alive() for worker in loader._iterator._workers] == [True]
+    assert not (tmp_path / "memory").exists()
 
 
 class Tells:

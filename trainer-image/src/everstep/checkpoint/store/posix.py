@@ -30,6 +30,9 @@ _log = logging.getLogger("everstep.checkpoint.store")
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAY_PASS = {errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EBUSY, errno.ENFILE, errno.EMFILE}
+# Of this machine's memory, and of network mounts whose server, or daemon, is away.
+_MAY_PASS |= {errno.ENOMEM, errno.ENOBUFS, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED}
+_MAY_PASS |= {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESHUTDOWN, errno.EREMOTEIO}
 _GONE = {errno.ENOENT, errno.ENOTDIR}
 _DENIED = {errno.EACCES, errno.EPERM}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -98,7 +101,7 @@ class PosixStore:
             self._files.rename(new, path)
 
     def read(self, name: str) -> bytes:
-        with _translate_errors(f"read {name}", self.url, name):
+        with _translate_errors(f"read {name}", self, name):
             data = self._path(name).read_bytes()
             self._folder.pin(data if name == RUN else None)
         return data
@@ -113,12 +116,12 @@ class PosixStore:
 
     @contextmanager
     def open_object(self, name: str) -> Iterator[ObjectReader]:
-        with _translate_errors(f"read {name}", self.url, name), open_file(self._path(name), name) as opened:
+        with _translate_errors(f"read {name}", self, name), open_file(self._path(name), name) as opened:
             yield opened
 
     def list(self, prefix: str) -> Iterator[StoredObject]:
         folder = self._root / prefix.rpartition("/")[0]
-        with _translate_errors(f"list {prefix}", self.url):
+        with _translate_errors(f"list {prefix}", self):
             for path, status in _iterate_files(folder):
                 name = path.relative_to(self._root).as_posix()
                 if name.startswith(prefix) and is_name(name):
@@ -127,14 +130,14 @@ class PosixStore:
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             path = self._path(name)
-            with _translate_errors(f"remove {name}", self.url):
+            with _translate_errors(f"remove {name}", self):
                 with suppress(FileNotFoundError):
                     self._files.remove(path)
                 self._remove_empty(path.parent)
 
     def sweep(self, prefix: str, before: float) -> int:
         count = 0
-        with _translate_errors(f"sweep {prefix}", self.url):
+        with _translate_errors(f"sweep {prefix}", self):
             for path, status in self._files_of_stores(prefix.rpartition("/")[0]):
                 if _OUR_TEMPORARY.fullmatch(path.name) and status.st_mtime < before:
                     with suppress(FileNotFoundError):
@@ -146,7 +149,7 @@ class PosixStore:
     def _writing(self, name: str, folder: Path) -> Iterator[None]:
         """While an object is written into a folder of the store, which is made; both before and after that the store's
         own folder is the one that it was."""
-        with _translate_errors(f"write {name}", self.url):
+        with _translate_errors(f"write {name}", self):
             self._folder.check()
             try:
                 self._make_folders(folder)
@@ -283,11 +286,12 @@ class PosixStore:
 
 
 @contextmanager
-def _translate_errors(what: str, url: str, name: str = "") -> Iterator[None]:
+def _translate_errors(what: str, store: PosixStore, name: str = "") -> Iterator[None]:
     """OSError becomes an error of the store; with `name`, that of an object which is read."""
     try:
         yield
     except OSError as error:
+        url = store.url
         if name and error.errno in _GONE:
             raise Missing(f"{url}/{name}") from error
         if name and error.errno == errno.EISDIR:
@@ -297,7 +301,10 @@ def _translate_errors(what: str, url: str, name: str = "") -> Iterator[None]:
             raise Full(url, why) from error
         if error.errno in _DENIED:
             raise Denied(why, url) from error
-        raise StoreError(why, url, may_pass=error.errno in _MAY_PASS) from error
+        # A disk that cannot read has lost what it held. NFS that is mounted `soft` says the same of a server that is
+        # away, and so do other network mounts: that is no reason to train on from an older checkpoint.
+        may_pass = error.errno in _MAY_PASS or (error.errno == errno.EIO and not store.is_local)
+        raise StoreError(why, url, may_pass=may_pass) from error
 
 
 def _iterate_files(folder: Path, *, enter: bool = True) -> Iterator[tuple[Path, os.stat_result]]:

@@ -119,7 +119,7 @@ class WriterLink:
     """A rank's end. Not thread-safe."""
 
     def __init__(self, peer: socket.socket) -> None:
-        self._peer = peer
+        self._peer, self._process = peer, os.getpid()
         self._rest = b""
         self._calls = 0
         self._reports: deque[dict[str, Any]] = deque()
@@ -209,6 +209,10 @@ class WriterLink:
         return found
 
     def close(self) -> None:
+        """Hang up, also where children that were forked meanwhile hold the socket: workers of a loader may live on."""
+        with contextlib.suppress(OSError):
+            if os.getpid() == self._process:  # else it is our parent's
+                self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
 
     def _wait(self, event: int, until: float) -> bool:
