@@ -144,7 +144,9 @@ def test_a_step_without_an_example_of_targets_ends_on_all_ranks_with_the_reason(
 
 
 class Keeping(nn.Module):  # type: ignore[misc]
-    """Keeps a state, or a table for each length, in an attribute; there are no modules in it."""
+    """Keeps a state, a table for each length, or what it finds in its first batch; there are no modules in it."""
+
+    mean: Any
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -152,6 +154,10 @@ class Keeping(nn.Module):  # type: ignore[misc]
         self.tables: dict[Any, Any] = {}
         self.state = torch.zeros(4, dtype=torch.float64) if kind == "state" else None
         self.generator = torch.Generator()
+        if kind == "first batch, in a buffer":
+            self.register_buffer("mean", None)
+        else:
+            self.mean = None
 
     def forward(self, x: Any) -> Any:
         if self.kind == "noise":
@@ -161,6 +167,10 @@ class Keeping(nn.Module):  # type: ignore[misc]
             if length not in self.tables:
                 self.tables[length] = torch.arange(length, dtype=x.dtype).sin()
             return x + self.tables[length]
+        if self.kind.startswith("first batch"):
+            if self.mean is None:
+                self.mean = x.detach().mean(0)
+            return x - self.mean
         if self.state is not None:
             x = x + self.state
         self.state = x.mean(0).detach()
@@ -179,6 +189,14 @@ def test_a_state_that_goes_from_call_to_call_is_refused(kind: str) -> None:
     with pytest.raises(PipelineError, match=r"called again with the same arguments.* 6 times a batch.*as an argument"):
         check_second_forward(model, {"input": X}, frozenset(), 6)
     assert model[1].state is before
+
+
+@pytest.mark.parametrize("kind", ["first batch", "first batch, in a buffer"])
+def test_what_the_first_call_computes_from_its_samples_and_keeps_is_refused(kind: str) -> None:
+    model = _keeping(kind)
+    with pytest.raises(PipelineError, match=r"after a first call with other samples.* 6 times a batch.*from a whole"):
+        check_second_forward(model, {"input": X}, frozenset(), 6)
+    assert model[1].mean is None
 
 
 def test_a_table_that_the_first_call_makes_passes_and_so_does_a_generator_of_a_module() -> None:

@@ -3,6 +3,7 @@ that the engine puts together."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -365,3 +366,31 @@ def test_a_buffer_that_is_written_later_only_is_refused_then(when: str, is_in_pl
     tracking.is_asked = True
     with pytest.raises(PipelineError, match="module '1' has written its 'mean', and did not"):
         run_stages(stages, {"input": torch.full((2, 7, 4), 1e3)})
+
+
+class Table(nn.Module):  # type: ignore[misc]
+    """Keeps positions in a buffer that its first call makes, and makes anew for longer texts."""
+
+    table: Any
+
+    def __init__(self, *, is_there: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        if is_there:
+            self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        if getattr(self, "table", None) is None or len(self.table) < x.shape[1]:
+            self.register_buffer("table", torch.arange(x.shape[1], dtype=x.dtype).sin(), persistent=False)
+        return self.layer(x) + self.table[: x.shape[1], None]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_table_in_a_buffer_that_the_first_call_makes_is_accepted(is_there: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Table(is_there=is_there), nn.Linear(4, 4))
+    stages = split_model(trace_model(model, torch.ones(2, 3, 4)), {"2": 1})
+    for stage in stages:
+        stage.refuse_late_writes()
+    for length in (3, 5, 4, 7):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(run_stages(stages, {"input": x}), copy.deepcopy(model)(x))

@@ -201,7 +201,7 @@ def _make_error(model: nn.Module, key: Key) -> PipelineError:
 def check_second_forward(
     model: nn.Module, inputs: Mapping[str, Any], unsplit_inputs: Collection[str], times: int
 ) -> str:
-    """Run the model twice on the same samples, and on others in between.
+    """Run the model twice on the same samples, and on others in between; and once more after a first call with others.
 
     Args:
         model: With its weights; nothing is run where it has none here.
@@ -213,7 +213,8 @@ def check_second_forward(
         Nothing: there is nothing to tell.
 
     Raises:
-        PipelineError: The second result is another one: forward goes on from what it has kept.
+        PipelineError: The second result is another one: forward goes on from what it has kept; or that after a first
+            call with other samples is: forward keeps what its first call computes from them.
     """
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs))]
     samples = batch_size(dict(inputs), frozenset(unsplit_inputs))
@@ -235,6 +236,11 @@ def check_second_forward(
         own = own.flip(0) if own.dim() else own
         return own * 0.9 if own.is_floating_point() else own
 
+    def alike(tensor: torch.Tensor) -> torch.Tensor:
+        own = take(tensor)
+        own = own[-1:].expand_as(own).clone() if own.dim() else own
+        return own * 0.9 if own.is_floating_point() else own
+
     def run(change: Any = take) -> list[torch.Tensor]:
         given = {name: map_tensors(each, copy if name in unsplit_inputs else change) for name, each in inputs.items()}
         torch.manual_seed(0)
@@ -247,14 +253,23 @@ def check_second_forward(
             one = run()
             run(other)
             again = run()
+        with as_before(model), attributes_kept(model), torch.no_grad():
+            run(alike)
+            later = run()
     except Exception as error:
         _log.info("whether forward keeps state was not checked: %s: %s", type(error).__name__, error)
         return ""
+    advice = f"a pipeline calls it for each micro-batch, {times} times a batch over all replicas, and one process once"
+    if not _differ(one, again) and _differ(one, later):
+        raise PipelineError(
+            "the model gives something else after a first call with other samples: forward keeps what its first call "
+            f"computes from them, in an attribute or a buffer; {advice}: set it in the script before pipeline(), from "
+            "a whole batch, or take microbatches=1 and one replica; PlanOptions(check=False) trains it as it is"
+        )
     if _differ(one, again):
         raise PipelineError(
             "the model gives something else when it is called again with the same arguments: forward continues from "
-            "state that it keeps in an attribute, a list or a variable, and hands from batch to batch; a "
-            f"pipeline calls it for each micro-batch, {times} times a batch over all replicas, and one process once: "
+            f"state that it keeps in an attribute, a list or a variable, and hands from batch to batch; {advice}: "
             "give such a state as an argument and return the next, or take microbatches=1 and one replica; "
             "PlanOptions(check=False) trains it as it is"
         )

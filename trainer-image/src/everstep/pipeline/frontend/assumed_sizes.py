@@ -14,10 +14,20 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.fixed_sizes import Assumption
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, SizePlace
-from everstep.pipeline.frontend.refs import Constant, Shape, Size, Slice, Template, ValueRef, is_reference
+from everstep.pipeline.frontend.refs import (
+    Constant,
+    Shape,
+    Size,
+    Slice,
+    Template,
+    ValueRef,
+    is_reference,
+    iterate_references,
+)
 from everstep.pipeline.frontend.sizes import evaluate_size, is_broken, symbols_of
 
 _LARGEST = 1 << 20
+_EXPANDING = {"expand", "expand_as", "broadcast_to"}  # of one tensor, as it is where it has that shape
 
 RecordWith = Callable[[Mapping[SizePlace, int], Mapping[int, int]], ForwardRecord]
 
@@ -101,6 +111,37 @@ def _is_other(
         return any(symbol in record.sizes.made for symbol in others)
 
 
+def forget_single_samples(
+    record: ForwardRecord, opened: Collection[str], record_one: Callable[[], ForwardRecord]
+) -> None:
+    """Forget the conditions of code that a cut may open which one sample alone breaks, where the model does the same
+    for it: transformers expand positions where there are more samples than one.
+
+    Args:
+        record: Of the model with the example.
+        opened: The paths of the modules whose code a cut may open.
+        record_one: Records the model with one sample.
+    """
+    batch = record.sizes.batch
+
+    def is_of_one(condition: Any) -> bool:
+        if symbols_of([condition]) != {batch}:
+            return False
+        return [samples for samples in range(1, record.sizes.hint) if is_broken(condition, {batch: samples})] == [1]
+
+    calls = [call for call in record.root.all_calls() if call.path in opened]
+    found = {condition for call in calls for condition in call.conditions if is_of_one(condition)}
+    if not found:
+        return
+    try:
+        if not _Comparison(record, record_one(), opened, {}).is_same():
+            return
+    except Exception:
+        return  # the model does not take one sample in one process either
+    for call in calls:
+        call.conditions = [each for each in call.conditions if each not in found]
+
+
 class _Differ(Exception):
     """Two records do not match."""
 
@@ -116,6 +157,7 @@ class _Comparison:
         self._own = other.sizes.hints(samples)
         self._hints = {**one.sizes.hints(samples), **sizes}
         self._values: dict[int, set[int]] = {}  # of `other` to those of `one`
+        self._same: dict[tuple[ForwardRecord, int], int] = {}  # what an operation left as it was, and what that was
         self._computes = self._has_other_shape = False
 
     def is_same(self) -> bool:
@@ -130,9 +172,13 @@ class _Comparison:
         self._inputs(one.inputs, other.inputs)
         runs_as_it_is = one.path and one.path not in self._opened and one.outputs is not None
         if not runs_as_it_is or other.outputs is None:
-            if len(one.body) != len(other.body):
+            items, others = (
+                self._list_items(one, self._one, self._hints),
+                self._list_items(other, self._other, self._own),
+            )
+            if len(items) != len(others):
                 raise _Differ
-            for a, b in zip(one.body, other.body, strict=True):
+            for a, b in zip(items, others, strict=True):
                 if isinstance(a, Call) and isinstance(b, Call) and a.path == b.path:
                     self._call(a, b)
                 elif isinstance(a, Op) and isinstance(b, Op) and a.name == b.name:
@@ -142,11 +188,34 @@ class _Comparison:
                     raise _Differ
         self._outputs(one.outputs, other.outputs)
 
+    def _list_items(self, call: Call, record: ForwardRecord, sizes: Mapping[Any, int]) -> list[Op | Call]:
+        """Return what a call does, without operations that leave a tensor as it is where sizes are these."""
+
+        def shape(index: int) -> list[Any]:
+            return [evaluate_size(size, sizes) for size in record.values[index].shape]
+
+        found = list[Op | Call]()
+        for item in call.body:
+            given = next(iterate_references(item.inputs), None) if isinstance(item, Op) else None
+            made = item.outputs
+            if (
+                isinstance(item, Op)
+                and item.name in _EXPANDING
+                and isinstance(given, ValueRef)
+                and isinstance(made, ValueRef)
+                and shape(given.index) == shape(made.index)
+            ):
+                self._same[record, made.index] = self._same.get((record, given.index), given.index)
+                self._computes = self._computes or any(map(_has_size, pytree.tree_leaves(item.inputs)))
+            else:
+                found.append(item)
+        return found
+
     def _inputs(self, one: Template, other: Template) -> None:
         for left, right in self._pairs(one, other):
             self._computes = self._computes or _has_size(left)
             if isinstance(left, ValueRef) and isinstance(right, ValueRef):
-                if left.index not in self._values.get(right.index, ()):
+                if self._find(self._one, left) not in self._values.get(self._find(self._other, right), ()):
                     raise _Differ
             elif isinstance(left, Constant) and isinstance(right, Constant):
                 if self._one.constants[left.index] is not self._other.constants[right.index]:
@@ -157,7 +226,8 @@ class _Comparison:
     def _outputs(self, one: Template, other: Template) -> None:
         for left, right in self._pairs(one, other):
             if isinstance(left, ValueRef) and isinstance(right, ValueRef):
-                self._values.setdefault(right.index, set()).add(left.index)
+                known = self._values.setdefault(self._find(self._other, right), set())
+                known.add(self._find(self._one, left))
                 shape = [evaluate_size(size, self._hints) for size in self._one.values[left.index].shape]
                 own = [evaluate_size(size, self._own) for size in self._other.values[right.index].shape]
                 self._has_other_shape = self._has_other_shape or shape != own
@@ -165,6 +235,10 @@ class _Comparison:
                 self._computes = self._computes or _has_size(left)
                 if not _is_equal(_resolve(left, self._hints), _resolve(right, self._own)):
                     raise _Differ
+
+    def _find(self, record: ForwardRecord, value: ValueRef) -> int:
+        """Return the number of the value that this one is the same as."""
+        return self._same.get((record, value.index), value.index)
 
     def _pairs(self, one: Template, other: Template) -> list[tuple[Any, Any]]:
         (a, spec), (b, other_spec) = pytree.tree_flatten(one), pytree.tree_flatten(other)

@@ -74,7 +74,7 @@ class Sizes:
     so that no code takes another size for it. `made`: of sizes that only the module which makes a tensor knows, in the
     order in which they came up, with `made_hints` for values where they are to be others; `guessed`: those that depend
     on data, and are none without `guesses`. `are_numbers`: whether arguments have the example's sizes, but for that of
-    the samples."""
+    the samples; `samples`: a number in the place of the symbol of the samples."""
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class Sizes:
         guesses: bool = True,
         made_hints: Mapping[int, int] | None = None,
         are_numbers: bool = False,
+        samples: int | None = None,
     ) -> None:
         self.env = _Env(
             allow_scalar_outputs=False,
@@ -92,13 +93,15 @@ class Sizes:
         )
         self.env.asked, self.env.known, self.are_numbers = [], set(), are_numbers
         others = set(taken)
-        self.hint = next(prime for prime in sympy.primerange(7, 10_000) if prime not in others)
+        self.hint = samples or next(prime for prime in sympy.primerange(7, 10_000) if prime not in others)
         self._count = 0
         self.guesses, self.made, self.guessed = guesses, list[Any](), set[Any]()
         self._made_hints = made_hints or {}
         self.assumed: list[Any] = []  # by torch itself, where it decides on the sizes or the number of results
-        self.batch_size = self.symbol(self.hint)
-        self.batch = self.batch_size.node.expr
+        self._has_samples = samples is not None
+        symbol = None if self._has_samples else self.symbol(self.hint)
+        self.batch_size: Any = self.hint if symbol is None else symbol
+        self.batch: Any = sympy.Integer(self.hint) if symbol is None else symbol.node.expr
         self._seen = 0
 
     def symbol(self, hint: int) -> Any:
@@ -155,7 +158,7 @@ class Sizes:
         return found
 
     def batch_is_fixed(self) -> bool:
-        return isinstance(self.simplify(self.batch), int)
+        return not self._has_samples and isinstance(self.simplify(self.batch), int)
 
     def refuse_long(self) -> None:
         """Raise SizesTooLong if torch was asked for an expression that is too long to go on with."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend import modes
 from everstep.pipeline.frontend.arguments import Arguments
-from everstep.pipeline.frontend.assumed_sizes import find_assumptions
+from everstep.pipeline.frontend.assumed_sizes import find_assumptions, forget_single_samples
 from everstep.pipeline.frontend.attributes import AttributeRead, Key, Reader, changes_itself
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
@@ -143,6 +143,7 @@ def _trace(
         given: Mapping[str, Any] = arguments,
         made_hints: Mapping[int, int] | None = None,
         unseen: Mapping[str, str] = MappingProxyType({}),
+        samples: int | None = None,
     ) -> ForwardRecord:
         """Record the model as it is, or in the other mode: each module in the one that it is not in, as what is frozen
         now may train later, or `is_alike`, all of them."""
@@ -152,7 +153,7 @@ def _trace(
                 module.training = mode if is_alike else not flag
         try:
             with casting_to(autocast, device.type), _quiet(given is not arguments):
-                new_sizes = partial(Sizes, known, made_hints=made_hints, are_numbers=are_numbers)
+                new_sizes = partial(Sizes, known, made_hints=made_hints, are_numbers=are_numbers, samples=samples)
                 return _record_call(model, given, call, device, new_sizes, unsplit_inputs, tables, unseen)
         finally:
             for module, flag in flags.items():
@@ -225,6 +226,7 @@ def _trace(
     assumptions, of_made = find_assumptions(
         record, opened, lambda places, made: record_as(mode, with_sizes(arguments, places), made)
     )
+    forget_single_samples(record, opened, lambda: record_as(mode, samples=1))
     sizes = replace(sizes, assumptions=assumptions, made=of_made)
     return Traced(
         model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left), asked, read_modes,

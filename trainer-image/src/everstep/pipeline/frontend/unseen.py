@@ -94,7 +94,8 @@ class UnseenCall:
 
 class LateWrites:
     """Buffers that a stage writes, or puts others in the place of, though its forward did not in the trace: for some
-    sizes, or by an attribute of a module that runs as it is.
+    sizes, or by an attribute of a module that runs as it is. Those that are not there yet, or None, are tables that
+    forward makes for itself, as in an attribute.
 
     Args:
         module: Of the stage.
@@ -103,20 +104,19 @@ class LateWrites:
     def __init__(self, module: nn.Module) -> None:
         # Statistics that a pipeline puts together are written in each micro-batch.
         written = {path: STATISTICS for path, part in module.named_modules() if are_statistics_put_together(part)}
-        self._parts = [
-            (path, part._buffers, written.get(path, ()))
-            for path, part in module.named_modules()
-            if path not in written or not part._buffers.keys() <= set(STATISTICS)
-        ]
+        self._parts = list[tuple[str, dict[str, Any], list[str]]]()
+        for path, part in module.named_modules():
+            there = [name for name, each in part._buffers.items() if each is not None]
+            if names := [name for name in there if name not in written.get(path, ())]:
+                self._parts.append((path, part._buffers, names))
 
     def look(self) -> dict[tuple[str, str], tuple[Any, int]]:
         """Return the buffers and their versions, by the paths of modules and their names."""
         return {
-            (path, name): (tensor, _get_version(tensor) if tensor is not None else 0)
-            for path, buffers, written in self._parts
-            if buffers  # this is done for each micro-batch, and most modules have none
-            for name, tensor in buffers.items()
-            if name not in written
+            (path, name): (buffers[name], _get_version(buffers[name]) if buffers[name] is not None else 0)
+            for path, buffers, names in self._parts
+            for name in names
+            if name in buffers
         }
 
     def check(self, before: dict[tuple[str, str], tuple[Any, int]]) -> None:
