@@ -16,6 +16,8 @@ from everstep.pipeline.engine.result_uses import list_edges
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.check import as_before
+from everstep.pipeline.frontend.compiled import is_compiled
+from everstep.pipeline.frontend.record import Call
 from everstep.pipeline.frontend.refs import iterate_references
 from everstep.pipeline.frontend.script_draws import ScriptDraws
 from everstep.pipeline.frontend.trace import Traced, attributes_kept
@@ -49,8 +51,10 @@ def find_parameters_behind_results(
     samples = batch_size(dict(inputs), frozenset(unsplit_inputs))
     if any(each.device.type == "meta" for each in tensors) or not samples or isinstance(found, Tree):
         return {}
-    if sum(1 for _ in iterate_references(found.record.root.outputs)) < 2:
+    if _count_values(found.record.root) < 2:
         return {}
+    if any(is_compiled(call.module) and _count_values(call) != 1 for call in found.record.root.all_calls()):
+        return {}  # compiled code gives zeros for all that it was given, whichever of its results is used
     device, draws = tensors[0].device, ScriptDraws(model)
 
     def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -78,6 +82,10 @@ def find_parameters_behind_results(
                 behind.setdefault(names[parameter], []).append(number)
     learning = sum(edge is not None for edge in results)
     return {name: tuple(numbers) for name, numbers in behind.items() if len(numbers) < learning}
+
+
+def _count_values(call: Call) -> int:
+    return sum(1 for _ in iterate_references(call.outputs))
 
 
 def _list_parameters(edge: Any) -> list[Any]:
