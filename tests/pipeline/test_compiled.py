@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
+from everstep.pipeline.behind_results import find_parameters_behind_results
 from everstep.pipeline.engine.stage import why_not_split
 from everstep.pipeline.frontend.split import node_modules, split_model
 from everstep.pipeline.frontend.trace import trace_model
@@ -106,3 +107,27 @@ def test_what_is_compiled_is_counted_as_it_was_written() -> None:
 
     assert count(compiles=True) == count(compiles=False)
     assert not called
+
+
+class Heads(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Two results of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.one(x), self.other(x)
+
+
+def test_parameters_in_compiled_code_with_several_results_are_not_said_to_be_behind_one() -> None:
+    """Its backward gives zeros to what is behind a result that nobody uses, where code as it was written gives none."""
+    given = {"input": torch.randn(3, 2)}
+    found = []
+    for compiled in ((), ("0",), ("1",)):
+        model = nn.Sequential(nn.Linear(2, 2), Heads())
+        for name in compiled:
+            model.get_submodule(name).compile(backend="eager")
+        found.append(find_parameters_behind_results(model, trace_model(model, given), given, (), None))
+    known = {"1.one.weight": (0,), "1.one.bias": (0,), "1.other.weight": (1,), "1.other.bias": (1,)}
+    assert found == [known, known, {}]

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.pipeline import EngineOptions, PlanOptions, pipeline  # noqa: E402
+from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.grouping import group_options  # noqa: E402
 
@@ -139,3 +140,55 @@ def test_a_mode_that_is_set_by_hand_holds_in_all_stages_of_a_process() -> None:
     plain[1].eval()
     expected = squared(plain(X), X).item()
     assert ranks.run(2, _set_by_hand) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+class Noise(nn.Module):  # type: ignore[misc]
+    """Gives in evaluation the very tensor that it is given, as dropped paths and noise do."""
+
+    def forward(self, x: Any) -> Any:
+        return x + torch.randn_like(x) if self.training else x
+
+
+class Denoising(nn.Module):  # type: ignore[misc]
+    """Computes with what was made noisy, and with the argument itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.noise, self.first, self.second = nn.Sequential(Noise(), nn.Identity()), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.first(self.noise(x)).tanh() - 2 * x), x
+
+
+class Bypassed(nn.Module):  # type: ignore[misc]
+    """Leaves out in evaluation what a module has made, by code around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4).double()
+
+    def forward(self, x: Any) -> Any:
+        found = self.first(x)
+        return found if self.training else x
+
+
+def test_a_module_that_hands_on_an_argument_in_evaluation_is_cut_for_both_modes() -> None:
+    model = Denoising().train()
+    found = trace_model(model, {"x": X})
+    assert found.both
+    order = [node.name for node in found.graph.nodes]
+    model.eval()
+    for cut in range(1, len(order)):
+        first, second = split_model(found, {name: int(at >= cut) for at, name in enumerate(order)})
+        for stage in (first, second):
+            stage.module.eval()
+        given = {"input:x": X, **first({"input:x": X})}
+        result, own = second({name: given[name] for name in second.inputs})["output"]
+        torch.testing.assert_close(result, model(X)[0], rtol=1e-12, atol=1e-12)
+        assert torch.equal(own, X)
+
+
+def test_code_that_leaves_a_result_out_in_evaluation_is_not_taken_for_a_module_that_hands_on() -> None:
+    assert not trace_model(Bypassed().train(), {"x": X}).both

@@ -326,6 +326,9 @@ CHECKED = {
         change=lambda model: setattr(model, "inner", Inner(lambda module, x: x * 2)),
     ),
     "the training flag of a module, in another one's code": case(reading_flag, change=lambda model: model.block.eval()),
+    "the training flag of the model, where its own code calls something else by it": case(
+        lambda: Opened(lambda model, x: x.tanh() if model.training else x), change=lambda model: model.eval()
+    ),
     "numbers, flags and missing tensors that a module returns": by_data(
         lambda: around(lambda module, x: (x, 2 if is_large(x) else 1), lambda model, found: found[0] * found[1])
     ),

@@ -78,6 +78,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
         FixedModules(model, found.opened),
     )
     run.expect_idle(cut.idle)
+    engine.results.follow(cut.behind, dict(run.named_parameters()))
     run.follow_model(model, found.opened, found.modes if isinstance(found, Traced) else {})
     run.watch_targets(cut.loss)
     return run

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from everstep.pipeline.behind_results import find_parameters_behind_results
 from everstep.pipeline.comparison import compare_stages
 from everstep.pipeline.counted_targets import CountedTargets
 from everstep.pipeline.engine.losses import Loss, compute_loss
@@ -50,6 +51,7 @@ class CutModel:
         schedule: The actions of each rank.
         loss: The loss, which looks at the first micro-batch where it could not be checked before.
         idle: The names of the parameters that the loss does not depend on, as far as that is known.
+        behind: Of parameters that are behind some results of the model only, the numbers of these results.
         least: How many samples a micro-batch has to have.
     """
 
@@ -59,6 +61,7 @@ class CutModel:
     schedule: Schedule
     loss: Loss
     idle: Sequence[str] = ()
+    behind: Mapping[str, Sequence[int]] = field(default_factory=dict)
     least: int = 1
 
 
@@ -101,8 +104,18 @@ def plan_and_cut(terms: PipelineTerms, found: Traced | Tree) -> CutModel:
         plan, stages, schedule = terms.control.run_on_all_ranks(lambda: _cut_model(found, plan))
         times = plan.microbatches * terms.position.grid.replicas
         terms.control.run_on_all_ranks(lambda: _refuse_uses(found, uses, plan, stages, times))
-        checked = _check_cut(terms, found, plan, stages, loss, least)
-        return CutModel(found, plan, stages, schedule, *checked, least)
+        loss, idle = _check_cut(terms, found, plan, stages, loss, least)
+        behind = terms.control.run_on_first_rank(lambda: _find_behind(terms, found))
+        idle = [name for name in idle if name not in behind]
+        return CutModel(found, plan, stages, schedule, loss, idle, behind, least)
+
+
+def _find_behind(terms: PipelineTerms, found: Traced | Tree) -> Mapping[str, Sequence[int]]:
+    request = terms.request
+    if not request.plan.check:
+        return {}
+    unsplit_inputs = request.engine.unsplit_inputs
+    return find_parameters_behind_results(request.model, found, terms.example, unsplit_inputs, terms.autocast)
 
 
 def _look_into_model(terms: PipelineTerms) -> Traced | Tree:

@@ -37,6 +37,7 @@ from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.overlap import last_backwards
 from everstep.pipeline.engine.parameter_hooks import call_hooks
 from everstep.pipeline.engine.parameters import Parameters
+from everstep.pipeline.engine.result_uses import ResultUses
 from everstep.pipeline.engine.rng import Random
 from everstep.pipeline.engine.scaling import LossScale, Scaled, scale_to_mean_loss
 from everstep.pipeline.engine.stage import Listen, Ran, RunnableStage, StageRunner
@@ -104,7 +105,7 @@ class Engine:
             self.parameters.synchronise()
         modules = name_modules(stage.module for stage in stages.values())
         self._random = Random(modules, transport.device, options.seed)
-        self._statistics = RunningStatistics(modules.values())
+        self._statistics, self.results = RunningStatistics(modules.values()), ResultUses()
         self._stages = {
             index: StageRunner(
                 index,
@@ -141,7 +142,7 @@ class Engine:
         forget_casts_of_script()
         if not self._batches:
             self.parameters.forget_gradients()
-            self._total = Total()
+            self._total = Total(results=self.results.begin())
         with self.aborting():
             casts = share_casts(is_wanted=self.options.precision != "full")
             with without_hooks(self.parameters.own), casts, self._random.kept():
@@ -224,11 +225,10 @@ class Engine:
         kind, index, microbatch = action.kind, action.stage, action.microbatch
         if kind is ActionKind.FORWARD:
             ran = self._forward(index, microbatch)
-            if index == self._last:
-                if ran.loss is not None:
-                    self._total.add(ran.loss)
-                if not self._training:
-                    outputs[microbatch] = ran.output
+            if ran.loss is not None:
+                self._total.add(ran.loss)
+            if index == self._last and not self._training:
+                outputs[microbatch] = ran.output
         elif kind is ActionKind.SEND:
             self._send(action)
         elif kind is ActionKind.RECEIVE:
@@ -356,7 +356,8 @@ class Engine:
         if not self._targets or self._loss is None:
             return None
         targets = lend_targets(self._targets[microbatch], copied=self.options.recomputes(self._last))
-        return compute_loss(self._loss, output, targets, self._sizes[microbatch], self.options.loss_weight)
+        compute = partial(compute_loss, self._loss, output, targets, self._sizes[microbatch], self.options.loss_weight)
+        return self.results.note(output, compute)
 
     def _of_all(self, microbatch: int) -> int:
         """The number of a micro-batch among those of all replicas and of all batches of the step."""

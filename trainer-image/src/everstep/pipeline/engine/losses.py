@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from everstep.pipeline.engine.result_uses import ResultUses
 from everstep.pipeline.errors import PipelineError
 
 Loss = Callable[[Any, Any], Any]
@@ -32,6 +33,7 @@ class Total:
     metrics: dict[str, Any] = field(default_factory=dict)
     differentiated: int = 0  # how many of them had a graph
     drew: bool = False  # whether an evaluation has drawn random numbers
+    results: ResultUses = field(default_factory=ResultUses)
 
     def add(self, part: LossPart) -> None:
         self.sum = self.sum + part.sum.detach().double()

@@ -15,6 +15,7 @@ from everstep.pipeline.engine.losses import Total
 from everstep.pipeline.engine.metrics import digest_names
 
 _GROWS_AFTER = 2000  # steps without overflow
+_SUMS = 9  # over all ranks, beside the uses of results
 
 
 @dataclass
@@ -70,12 +71,14 @@ def scale_to_mean_loss(
     for all; `reduce` sums a tensor in place over all ranks and replicas.
 
     A step without anything that counts, and under fp16 one with an overflow, leaves no gradients: an optimizer that is
-    called then changes nothing. `hooks` change gradients of the mean loss, before they are clipped; on all ranks
-    gradients get the types that hooks expect by `narrow`, if there are hooks on any. Disagreement on all ranks if
-    nothing was differentiated, and there are parameters that learn.
+    called then changes nothing. So it is for parameters behind results that no loss has used. `hooks` change gradients
+    of the mean loss, before they are clipped; on all ranks gradients get the types that hooks expect by `narrow`, if
+    there are hooks on any. Disagreement on all ranks if nothing was differentiated, and there are parameters that
+    learn.
     """
     asked = clip is not None or scaling.moves
-    sums = torch.zeros(9, dtype=torch.float64, device=device)
+    uses = total.results.take()
+    sums = torch.tensor([0.0] * _SUMS + uses, dtype=torch.float64, device=device)
     sums[0], sums[1] = total.sum, total.count
     if asked:
         sums[2] = sum_of_powers(counted)
@@ -85,8 +88,10 @@ def scale_to_mean_loss(
     sums[6], sums[7] = total.differentiated, float(any(each.requires_grad for each in parameters))
     sums[8] = float(total.drew)
     reduce(sums)
-    loss, count, squares, *digests, hooked, differentiated, learning, drew = sums.tolist()
+    reduced: list[float] = sums.tolist()
+    loss, count, squares, *digests, hooked, differentiated, learning, drew = reduced[:_SUMS]
     metrics = digests[0], digests[1]
+    total.results.drop_zeros(reduced[_SUMS:])
     if count and learning and not differentiated:
         raise Disagreement(
             f"no loss of the step depends on anything that learns, so there is nothing to differentiate (its mean is "

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.frontend.attributes import are_arrays_equal, is_array
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
 from everstep.pipeline.frontend.refs import (
+    Argument,
     Constant,
     Size,
     Slice,
@@ -97,18 +98,19 @@ class _Merge:
         self.constants = {index: place.get(id(tensor)) for index, tensor in enumerate(others)}
         # Of `other` to those of `one`: several, where a module hands on what it is given in one mode only.
         self.values: dict[int, frozenset[int]] = {}
-        self.known: dict[int, int] = {}  # the other way: never several
+        self.known: dict[int, int | Argument] = {}  # the other way: never several
+        self.handed: dict[Argument, frozenset[int]] = {}  # arguments that modules hand on in `other`, to those of `one`
 
     def call(self, one: Call, other: Call) -> None:
         """_Differ if even what goes in and out is not the same."""
-        kept = dict(self.values), dict(self.known)
+        kept = dict(self.values), dict(self.known), dict(self.handed)
         try:
             self.body(one, other)
         except _Differ:
             if not one.path or one.outputs is None or other.outputs is None:
                 raise
             one.whole = one.whole or DIFFERS
-            self.values, self.known = kept
+            self.values, self.known, self.handed = kept
         if one.inputs is not None and other.inputs is not None:
             one.other = self.inputs(one.inputs, other.inputs)
         if one.outputs is not None and other.outputs is not None:
@@ -150,6 +152,10 @@ class _Merge:
                 if self.known.setdefault(left.index, right.index) != right.index:
                     raise _Differ
                 self.values[right.index] = self.values.get(right.index, frozenset()) | {left.index}
+            elif isinstance(left, ValueRef) and isinstance(right, Argument):
+                if self.known.setdefault(left.index, right) != right:
+                    raise _Differ
+                self.handed[right] = self.handed.get(right, frozenset()) | {left.index}
             elif is_reference(left) != is_reference(right) or (is_reference(left) and left != right):
                 raise _Differ
 
@@ -160,6 +166,8 @@ class _Merge:
                 raise _Differ
             names = self.values[leaf.index]
             return like if isinstance(like, ValueRef) and like.index in names else ValueRef(min(names))
+        if isinstance(leaf, Argument):
+            return like if isinstance(like, ValueRef) and like.index in self.handed.get(leaf, ()) else leaf
         if isinstance(leaf, Constant):
             index = self.constants[leaf.index]
             if index is None:

@@ -158,9 +158,11 @@ class StageModule:
         """PipelineError if it is in a mode, training or evaluation, that the model was not cut for."""
         if self._only is not None and self.module.training != self._only:
             raise PipelineError(
-                "the model's own code does something else in evaluation than in training: it is cut only for the "
-                f"mode in which it was traced, {'training' if self._only else 'evaluation'}: call pipeline() once more "
-                "with the model in the other mode"
+                "the model's own code does something else in evaluation than in training, as adds noise, returns "
+                "something more or takes a softmax: it is cut only for the mode in which it was traced, "
+                f"{'training' if self._only else 'evaluation'}. Put that code into a module without modules in it, "
+                "which returns new tensors in training, and as many in evaluation; return in both what only one mode "
+                "needs, and let the loss leave it out; or call pipeline() once more with the model in the other mode"
             )
 
     def refuse_late_writes(self) -> None:
