@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from everstep.pipeline.engine.engine import Engine, StepResult
+from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.microbatch import batch_size, compute_bounds, split_batch
 from everstep.pipeline.engine.options import EngineOptions
+from everstep.pipeline.engine.step_result import StepResult
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.schedules import ActionKind, lower_schedule, make_schedule
 from everstep.pipeline.transport.base import Transport

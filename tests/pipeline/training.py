@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.engine import Engine, StepResult
+from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.microbatch import compute_bounds
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.rng import Random
+from everstep.pipeline.engine.step_result import StepResult
 from everstep.pipeline.engine.zero import ShardedOptimizer
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Schedule, lower_schedule, make_schedule

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from everstep.pipeline.counted_targets import CountedTargets
-from everstep.pipeline.engine.engine import Engine, StepResult
+from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.engine.step_result import StepResult
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments, refuse_uncut_targets
 from everstep.pipeline.frontend.attributes import FixedAttributes, Reader

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,6 +40,7 @@ from everstep.pipeline.engine.result_uses import ResultUses
 from everstep.pipeline.engine.rng import Random
 from everstep.pipeline.engine.scaling import LossScale, Scaled, scale_to_mean_loss
 from everstep.pipeline.engine.stage import Listen, Ran, RunnableStage, StageRunner
+from everstep.pipeline.engine.step_result import StepResult
 from everstep.pipeline.engine.values import Gradients, Values
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.autocast import autocast_of, casting_to
@@ -52,27 +52,6 @@ from everstep.pipeline.schedules.flow import Flow
 from everstep.pipeline.transport.base import Transport, TransportError
 
 _NOTHING = contextlib.nullcontext()
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step, or of one evaluation.
-
-    Attributes:
-        loss: The mean over `count`, the same on all ranks.
-        count: All that counts on all micro-batches and replicas.
-        metrics: Sums that the loss gave, over the same count, on ranks of the last stage only.
-        norm: The norm of all gradients before clipping, if clipping or fp16 was asked for.
-        skipped: Whether there are no gradients, so that the step changes nothing.
-        outputs: After an evaluation, what the model returned for each micro-batch, on ranks of the last stage only.
-    """
-
-    loss: float
-    count: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    norm: float | None = None
-    skipped: bool = False
-    outputs: tuple[Any, ...] = ()
 
 
 class Engine:

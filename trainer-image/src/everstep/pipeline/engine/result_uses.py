@@ -1,4 +1,4 @@
-"""Which results of the model the losses of a step use.
+"""The results of the model that the losses of a step use.
 
 A result that a loss leaves out gives the parameters behind it no gradient in one process, and an optimizer leaves them
 as they are. Stages send zeros back for it, by which weight decay and momentum would change them.
