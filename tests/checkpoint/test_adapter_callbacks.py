@@ -168,12 +168,15 @@ def train_until_sigterm(rank: int, store: Path, output: Path) -> str | None:
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8))]
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
     arguments = TrainingArguments(
-        str(output), max_steps=8, save_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to=[],
-        disable_tqdm=True, enable_jit_checkpoint=True,
+        str(output), max_steps=8, save_steps=4, eval_steps=4, eval_strategy="steps", load_best_model_at_end=True,
+        save_total_limit=1, per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True,
+        enable_jit_checkpoint=True,
     )  # fmt: skip
     for step in (3, 7):
         ckpt = EverstepCallback(store, output)
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[ckpt, IsToldInStep(step)])
+        trainer = Trainer(
+            model, arguments, train_dataset=data, eval_dataset=data[:8], callbacks=[ckpt, IsToldInStep(step)]
+        )
         trainer.train(resume_from_checkpoint=ckpt.path())
     shutil.rmtree(output)
     return ckpt.path()

@@ -130,16 +130,16 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         """The Trainer calls this after an epoch, and before it saves at its end."""
         self._hand_over()
 
-    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         """The Trainer calls this in training, and when that has ended, before it removes folders."""
         self._hand_over()
+        if "train_runtime" in (logs or {}):
+            self._see_untold(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank at the end; waits for the last folder. SaveFailed."""
         self._hand_over()
-        if getattr(args, "enable_jit_checkpoint", False) and not _is_of_trial(state):
-            self._see_untold(state)
-            self._hand_over()
+        self._see_untold(args, state)
         self._published.finish()
 
     def _check_folder(self, args: Any) -> None:
@@ -156,17 +156,20 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         needed = None if best is None or best == step else (Path(str(named)), best)
         self._saved = step, needed
 
-    def _see_untold(self, state: Any) -> None:
-        """See the folder that the Trainer has written before its end, after SIGTERM, without a word to callbacks.
+    def _see_untold(self, args: Any, state: Any) -> None:
+        """Have the folder published that the Trainer has written after SIGTERM, without a word to callbacks.
 
-        All ranks call it.
+        All ranks call it when training has ended.
         """
+        if not getattr(args, "enable_jit_checkpoint", False) or _is_of_trial(state):
+            return
         written = self._find_written().items() - self._known.items()
         step = self._published.hear_first(max((step for step, _ in written), default=None))
         if step is not None:
             self._published.see(self._named(step), own=_GENERATORS)
             if state.is_world_process_zero:
                 self._note_saved(state, step)
+                self._hand_over()
 
     def _hand_over(self) -> None:
         """Have the folder published that was saved last, if it was not handed over yet."""
