@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from everstep.checkpoint.writer.rank_environment import find_environment, list_variables
+
 _SCRIPT = """
 import os, signal, sys
 from pathlib import Path
@@ -34,6 +36,31 @@ def run_script(folder: Path, change: str, **environment: str) -> None:
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_writer_starts_for_a_script_with(what: str, tmp_path: Path) -> None:
     run_script(tmp_path, CHANGES[what], PYTHONPATH="relative")
+
+
+def test_files_that_a_rank_s_environment_names_by_relative_paths_are_found_by_its_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `AWS_SHARED_CREDENTIALS_FILE=aws.cfg python train.py`: a writer works in another folder than its ranks."""
+    for name in ("aws.cfg", "key.json", "1", "default"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    names_file = {"AWS_SHARED_CREDENTIALS_FILE": "aws.cfg", "GOOGLE_APPLICATION_CREDENTIALS": "./key.json"}
+    as_it_is = {
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "absent",
+        "AWS_PROFILE": "default",
+        "OMP_NUM_THREADS": "1",
+        "SSL_CERT_FILE": "",
+    }
+    for name, value in {**names_file, **as_it_is}.items():
+        monkeypatch.setenv(name, value)
+    for found in (find_environment(), list_variables(1 << 20)):
+        assert {name: found[name] for name in names_file} == {
+            "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "aws.cfg"),
+            "GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "key.json"),
+        }
+        assert {name: found[name] for name in as_it_is} == as_it_is
 
 
 def test_a_script_that_ends_by_sigpipe_outlives_its_writer(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import local
 from typing import Protocol
@@ -14,6 +13,7 @@ from everstep.checkpoint.format.checksum import compute_checksum
 from everstep.checkpoint.format.index import CheckpointIndex, NodeShare
 from everstep.checkpoint.format.keys import HINT, MANIFESTS, Key
 from everstep.checkpoint.format.manifest import HEADER, Chunk, Manifest
+from everstep.checkpoint.host.thread_pool import ThreadPool
 from everstep.checkpoint.store.base import Store
 
 __all__ = [
@@ -168,7 +168,7 @@ def verify_node(
         read_chunk(store, manifest, chunk, own.buffer[: chunk.length])
         on_bytes(chunk.length)
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="verify")
+    pool = ThreadPool(threads, thread_name_prefix="verify")
     try:
         for _ in pool.map(read, chunks):
             pass

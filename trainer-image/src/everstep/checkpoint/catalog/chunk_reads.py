@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from everstep.checkpoint.errors import Damaged
 from everstep.checkpoint.format.checksum import begin_checksum, compute_checksum
 from everstep.checkpoint.format.manifest import CHUNK, Chunk, align_offset
+from everstep.checkpoint.host.thread_pool import ThreadPool
 from everstep.checkpoint.store.base import ObjectReader
 
 PIECE = 512 << 10  # bytes
@@ -90,7 +90,7 @@ class ChunkReader:
             for run in runs:
                 self._read_run(run)
             return
-        pool = ThreadPoolExecutor(min(THREADS, len(runs)), thread_name_prefix="restore")
+        pool = ThreadPool(min(THREADS, len(runs)), thread_name_prefix="restore")
         try:
             for _ in pool.map(self._read_run, runs):
                 pass

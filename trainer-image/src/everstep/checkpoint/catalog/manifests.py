@@ -11,7 +11,6 @@ What is read is checked against the index, so that a manifest of some nodes is a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from everstep.checkpoint.errors import Damaged, Incomplete, MissingRanks, WriterConflict
@@ -20,6 +19,7 @@ from everstep.checkpoint.format.index import CheckpointIndex, decode_index, held
 from everstep.checkpoint.format.keys import Key
 from everstep.checkpoint.format.manifest import Manifest, StoredTensor, decode_manifest
 from everstep.checkpoint.format.merging import check_whole, join_manifests
+from everstep.checkpoint.host.thread_pool import ThreadPool
 from everstep.checkpoint.store.base import Store
 
 _THREADS = 8  # node manifests that are read at a time
@@ -65,7 +65,7 @@ def read_manifest(
     numbers = sorted(range(len(index.nodes)) if nodes is None else set(nodes))
     if len(numbers) < 2:
         return assemble_manifest(index, {number: read_node(store, index, number) for number in numbers})
-    with ThreadPoolExecutor(min(_THREADS, len(numbers)), thread_name_prefix="manifests") as pool:
+    with ThreadPool(min(_THREADS, len(numbers)), thread_name_prefix="manifests") as pool:
         found = list(pool.map(lambda number: read_node(store, index, number), numbers))
     return assemble_manifest(index, dict(zip(numbers, found, strict=True)))
 

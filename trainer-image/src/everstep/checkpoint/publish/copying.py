@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 
 from everstep.checkpoint.catalog.candidates import OnBytes, check_threads, read_chunk, verify_node
@@ -16,6 +16,7 @@ from everstep.checkpoint.format.checksum import DEFAULT, compute_checksum
 from everstep.checkpoint.format.index import CheckpointIndex
 from everstep.checkpoint.format.keys import HINT, Key
 from everstep.checkpoint.format.manifest import HEADER, Chunk, Manifest
+from everstep.checkpoint.host.thread_pool import ThreadPool
 from everstep.checkpoint.store.base import Store
 
 
@@ -116,7 +117,7 @@ def _copy_shares(
     """
     contents = {node: source.read(index.nodes[node].name) for node in nodes}
     manifests = {node: parse_node(index, node, content) for node, content in contents.items()}
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="copy")
+    pool = ThreadPool(threads, thread_name_prefix="copy")
     try:
         for node, manifest in manifests.items():
             target.put_whole(index.nodes[node].name, [contents[node]], len(contents[node]))
@@ -147,7 +148,7 @@ def _iterate_verified_bytes(
     source: Store,
     manifest: Manifest,
     number: int,
-    pool: ThreadPoolExecutor,
+    pool: ThreadPool,
     ahead: int,
     on_bytes: Callable[[int], None],
 ) -> Iterator[bytes | memoryview]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Remove
 from everstep.checkpoint.format.manifest import CHUNK, Chunk, Key, Manifest, StoredTensor
 from everstep.checkpoint.format.values import UnsupportedValue, pack_value, unpack_value
 from everstep.checkpoint.host import unfinished
+from everstep.checkpoint.host.thread_pool import ThreadPool
 from everstep.checkpoint.publish.publication import WholeTensor, write_checkpoint
 from everstep.checkpoint.state.names import escape_segment, join_segments
 from everstep.checkpoint.store.base import Store
@@ -293,7 +293,7 @@ def _fill_folder(store: Store, manifest: Manifest, folder: Path, threads: int, o
     folder.mkdir()
     for path in contents.empty:
         (folder / path).mkdir(parents=True, exist_ok=True)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="restore")
+    pool = ThreadPool(threads, thread_name_prefix="restore")
     try:
         for file in contents.files:
             tensor = manifest.tensors.get(_get_tensor_name(file.path))
@@ -310,7 +310,7 @@ def _write_file(
     tensor: StoredTensor,
     file: File,
     path: Path,
-    pool: ThreadPoolExecutor,
+    pool: ThreadPool,
     on_bytes: Callable[[int], None],
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from everstep.checkpoint.format.keys import Attempt, Key
 from everstep.checkpoint.format.manifest import Chunk, Manifest, decode_manifest, encode_manifest
 from everstep.checkpoint.format.merging import merge_node_manifests
 from everstep.checkpoint.format.user_metadata import read_metadata
+from everstep.checkpoint.host.thread_pool import ThreadPool
 from everstep.checkpoint.peers.discovery import Peers
 from everstep.checkpoint.peers.peer_link import Address
 from everstep.checkpoint.peers.peer_parts import PeerParts
@@ -414,7 +414,7 @@ class Restorer:
             into = part[run[0].offset : run[-1].offset + run[-1].length]
             self._retry(lambda: read_run(source, manifest, run, into))
 
-        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="restore")
+        pool = ThreadPool(THREADS, thread_name_prefix="restore")
         try:
             for _ in pool.map(bring, iterate_runs(mine)):
                 pass

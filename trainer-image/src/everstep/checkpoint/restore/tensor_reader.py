@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from math import prod
 from threading import local
@@ -13,6 +12,7 @@ import torch
 
 from everstep.checkpoint.catalog.candidates import read_chunk
 from everstep.checkpoint.format.manifest import Chunk, Manifest, Shard
+from everstep.checkpoint.host.thread_pool import ThreadPool
 from everstep.checkpoint.restore.placing import has_plain_memory
 from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.state.memory import view_bytes
@@ -33,7 +33,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         self._store = store
         self._manifest = manifest
         self._on_bytes = on_bytes
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
+        self._pool = ThreadPool(threads, thread_name_prefix="load")
         self._own = local()
 
     def __enter__(self) -> Self:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
+
+from everstep.checkpoint.host.thread_pool import ThreadPool
 
 _PIECE = 1 << 20  # bytes that a thread copies at a time, at least
 
@@ -77,7 +78,7 @@ class Host:
         # Whoever is free takes the next piece. The threads are new ones: those go to an idle processor, while one that
         # is woken up often stays on the processor of whoever woke it, and waits there for half of the copy.
         rest = iter(_split_moves(moves, self._threads))
-        with ThreadPoolExecutor(self._threads - 1, "everstep-copy") as pool:
+        with ThreadPool(self._threads - 1, "everstep-copy") as pool:
             others = [pool.submit(_copy_pieces, rest) for _ in range(self._threads - 1)]
             _copy_pieces(rest)
         for each in others:

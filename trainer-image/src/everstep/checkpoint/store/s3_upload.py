@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.format.checksum import compute_checksum
+from everstep.checkpoint.host.thread_pool import ThreadPool
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.store.s3_client import translate_errors
 
@@ -58,7 +59,7 @@ class Upload:
         """All parts in order; at most `threads` and one more are in memory. StoreError: the object is not there."""
         self._id = self._repeat(self._begin)
         try:
-            with ThreadPoolExecutor(threads, thread_name_prefix="s3-upload") as pool:
+            with ThreadPool(threads, thread_name_prefix="s3-upload") as pool:
                 sent = self._send_all(parts, pool, threading.Semaphore(threads))
             self._finish(sent)
         except BaseException:
@@ -72,7 +73,7 @@ class Upload:
         return str(require_field(answer, "UploadId", self._where))
 
     def _send_all(
-        self, parts: Iterable[bytearray], pool: ThreadPoolExecutor, room: threading.Semaphore
+        self, parts: Iterable[bytearray], pool: ThreadPool, room: threading.Semaphore
     ) -> list[dict[str, Any]]:
         failed = threading.Event()
 

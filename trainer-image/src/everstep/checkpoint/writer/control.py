@@ -28,6 +28,7 @@ from everstep.checkpoint.slots import slot_files
 from everstep.checkpoint.slots.own_files import LOG as LOG
 from everstep.checkpoint.slots.own_files import SOCKET as SOCKET
 from everstep.checkpoint.writer.detached_process import DetachedProcess
+from everstep.checkpoint.writer.rank_environment import find_environment, list_places, list_variables
 
 PROTOCOL = 5
 MAX_LINE = 1 << 20
@@ -154,7 +155,7 @@ class WriterLink:
             process=describe_process(),
             local=local,
             config=vars(config),
-            environment=_list_variables(),
+            environment=list_variables(MAX_LINE // 8),
         )
         self.port = said["port"]
 
@@ -270,49 +271,16 @@ def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT
     try:
         with (directory / LOG).open("ab") as log:
             return DetachedProcess(
-                [sys.executable, "-P", "-c", _WRITER_CODE, _PACKAGE_ROOT, *arguments, *_list_places()],
+                [sys.executable, "-P", "-c", _WRITER_CODE, _PACKAGE_ROOT, *arguments, *list_places()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                env=_find_environment(),
+                env=find_environment(),
                 start_new_session=True,
             )
     except OSError as error:
         raise WriterLost(f"no writer can be started in {directory}: {error}") from error
-
-
-def _list_places() -> list[str]:
-    """Return the places in which this process finds modules, each an absolute path and an argument of its own.
-
-    A script may put anything into its path. Python passes over what is no text, as a `pathlib.Path`, and so does this.
-    """
-    places: dict[str, None] = {}
-    for place in sys.path:
-        # What cannot be a file's name, or is relative to a working directory that was deleted, has no modules.
-        with contextlib.suppress(ValueError, OSError):
-            if isinstance(place, str) and b"\0" not in os.fsencode(place):
-                places[str(Path(place).absolute())] = None
-    return list(places)
-
-
-def _list_variables() -> dict[str, str]:
-    """Return this process's environment as a writer that runs already is told it; nothing where it is too large.
-
-    What a store is opened with, as credentials that were renewed, is found there.
-    """
-    found = _find_environment()
-    is_small = sum(len(os.fsencode(name)) + len(os.fsencode(value)) for name, value in found.items()) < MAX_LINE // 8
-    return found if is_small else {}
-
-
-def _find_environment() -> dict[str, str]:
-    """Return this process's environment for one with another working directory.
-
-    Relative entries of PYTHONPATH are left out: Python has made them absolute at its start, in `sys.path`.
-    """
-    places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(place).is_absolute()]
-    return {**os.environ, **({"PYTHONPATH": os.pathsep.join(places)} if "PYTHONPATH" in os.environ else {})}
 
 
 def ensure_writer(directory: Path, linger: float, timeout: float = START_TIMEOUT) -> None:
