@@ -13,7 +13,8 @@ from torch import nn  # noqa: E402
 
 from everstep.pipeline.frontend import trace_model  # noqa: E402
 from everstep.pipeline.frontend.alike import group_alike_nodes  # noqa: E402
-from everstep.pipeline.frontend.split import node_modules  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
+from everstep.pipeline.frontend.split import node_modules, split_model  # noqa: E402
 from everstep.pipeline.planning import Wish  # noqa: E402
 from everstep.pipeline.prepare import ProcessPosition, look_into, make_plan  # noqa: E402
 from everstep.pipeline.profile import EACH, measure_graph  # noqa: E402
@@ -52,6 +53,18 @@ class Net(nn.Module):  # type: ignore[misc]
         for layer in self.layers:
             x = layer(x)
         return x.sin()
+
+
+class Halves(nn.Module):  # type: ignore[misc]
+    """Slices the features of what it is given, whose number a layer has fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x: Any) -> Any:
+        half = x.shape[-1] // 2
+        return self.first(x) + self.second(x[..., :half] * x[..., half:])
 
 
 def groups(*layers: nn.Module) -> list[list[str]]:
@@ -154,3 +167,12 @@ def test_a_plan_times_each_distinct_layer_and_not_each_layer() -> None:
     for calls in ranks.run(2, _planned):
         assert len(calls) == LAYERS
         assert [number for number in calls if calls[number] > min(calls.values())] == [0, 1, 4, 8]
+
+
+def test_what_slices_features_whose_number_a_layer_has_fixed_is_grouped_and_cut() -> None:
+    model, given = nn.Sequential(Halves(), Halves()), torch.randn(6, 8)
+    found = trace_model(model, given[:3])
+    sizes = [len(each) for each in group_alike_nodes(found)]
+    assert sum(sizes) == len(found.units.all)
+    stages = split_model(found, {"0.second": 1, "1.first": 2})
+    torch.testing.assert_close(run_stages(stages, {"input": given}), model(given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -184,6 +185,39 @@ def test_a_forward_that_counts_its_calls_is_refused_and_one_that_keeps_a_table_i
         assert [each.calls for each in model.modules() if isinstance(each, Counting)] == [0]
     assert not trace_model(Counting(cached=True), X).attributes
     assert not trace_model(nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(4)), X).attributes  # they run as they are
+
+
+_captured: list[Any] = []
+
+
+class Capturing(nn.Module):  # type: ignore[misc]
+    """Returns what its layers give too, by hooks that its first call registers, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        if not getattr(self, "has_hooks", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _module, _inputs, made: _captured.append(made))
+            self.has_hooks = True
+        _captured.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return {"output": self.head(x), "between": tuple(_captured)}
+
+
+def test_a_first_call_that_registers_hooks_and_leaves_a_flag_is_taken() -> None:
+    model = Capturing()
+    stages = split_model(trace_model(model, X), {"layers.1": 1, "head": 2})
+    expected = copy.deepcopy(model)(X)
+    for _ in range(2):
+        found = run_stages(stages, {"x": X})
+        torch.testing.assert_close(found["output"], expected["output"])
+        torch.testing.assert_close(found["between"], expected["between"])
 
 
 class CountingOnce(nn.Module):  # type: ignore[misc]

@@ -144,3 +144,54 @@ def test_what_a_script_has_put_in_place_of_a_module_since_is_what_counts() -> No
     expected += _in_one_process(whole, BATCHES[2:4])
     for losses in ranks.run(2, _replace_head):
         assert losses == pytest.approx(expected, rel=1e-10)
+
+
+class Tables(nn.Module):  # type: ignore[misc]
+    """Keeps what its first call makes for a length, in one of the ways in which modules do."""
+
+    table: Any
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.count, self.tables, self.eps = kind, 0, dict[int, Any](), 0.5
+        self.layer = nn.Linear(4, 4).double()
+        if kind == "buffer":
+            self.register_buffer("table", None, persistent=False)
+        elif kind == "attribute":
+            self.table = None
+
+    def forward(self, x: Any) -> Any:
+        if self.kind == "dictionary":
+            if x.shape[1] not in self.tables:
+                self.tables[x.shape[1]] = torch.arange(x.shape[1], dtype=x.dtype)
+            return self.layer(x) + self.tables[x.shape[1]] * self.eps
+        if self.count < x.shape[1]:
+            table = torch.arange(x.shape[1], dtype=x.dtype)
+            self.count = x.shape[1]
+            if self.kind in ("buffer", "no buffer yet"):
+                self.register_buffer("table", table, persistent=False)
+            else:
+                self.table = table
+        return self.layer(x) + self.table[: x.shape[1]] * self.eps
+
+
+def _cut_with_tables(rank: int, kind: str) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(Tables(kind), nn.Tanh(), Tables(kind), nn.Tanh(), Tables(kind))
+    losses: list[float] = []
+    for stage_of in ({"2": 1}, {"2": 0, "4": 1}):
+        with _cut(model, stage_of) as run:
+            losses += _train(run, BATCHES[:2])
+    if rank == 1:
+        model[2].eps = 0.25
+    with pytest.raises(PipelineError, match=r"do not agree on attribute 'eps' of module '2': 0.5 on rank 0, 0.25"):
+        _cut(model, {"2": 1})
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "no buffer yet", "dictionary"])
+def test_a_model_whose_modules_have_made_tables_in_their_stages_is_cut_again(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Tables(kind), nn.Tanh(), Tables(kind), nn.Tanh(), Tables(kind))
+    expected = pytest.approx(_in_one_process(model, BATCHES[:2], BATCHES[:2]), rel=1e-10)
+    assert ranks.run(2, _cut_with_tables, kind) == [expected, expected]

@@ -24,7 +24,7 @@ from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.module import Pipeline
 from everstep.pipeline.negotiation import PipelineTerms
-from everstep.pipeline.recut import Recut
+from everstep.pipeline.recut import Recut, remember_tables
 from everstep.pipeline.transport.gloo import ProcessGroups
 
 
@@ -62,6 +62,7 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     engine = Engine(own, cut.schedule, cut.plan.stages, transport, cut.loss, options)
     engine.least = cut.least
     recut.remember(own, engine)
+    remember_tables(model, found.left if isinstance(found, Traced) else ())
     if heart is not None:
         engine.watch = heart
         heart.follow(lambda: engine.progress, lambda: engine.passes)

@@ -36,13 +36,27 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        where = f"module {path!r}" if path else "the model"
+        where = _name_module(path)
         found[where] = _describe_class(type(module))
         for name, text in _describe_attributes(module, ("forward",)):
-            found[f"attribute {name!r} of {where}"] = text
+            found[name_attribute(name, path)] = text
         for name, buffer in module.named_buffers(recurse=False):
-            found[f"buffer {name!r} of {where}"] = f"{tuple(buffer.shape)} of {buffer.dtype}"
+            found[name_buffer(name, path)] = f"{tuple(buffer.shape)} of {buffer.dtype}"
     return found
+
+
+def name_attribute(name: str, path: str) -> str:
+    """Return the words for an attribute of the module with this path."""
+    return f"attribute {name!r} of {_name_module(path)}"
+
+
+def name_buffer(name: str, path: str) -> str:
+    """Return the words for a buffer of the module with this path."""
+    return f"buffer {name!r} of {_name_module(path)}"
+
+
+def _name_module(path: str) -> str:
+    return f"module {path!r}" if path else "the model"
 
 
 def describe_callable(function: Any) -> str:

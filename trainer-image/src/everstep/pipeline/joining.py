@@ -23,6 +23,7 @@ from everstep.pipeline.engine.nested import tensors_of
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.plan import fingerprint_parameters
 from everstep.pipeline.prepare import ProcessPosition
+from everstep.pipeline.recut import forget_tables
 from everstep.pipeline.schedules import Schedule, complete_schedule, dump_schedule
 from everstep.pipeline.transport.base import TransportError
 from everstep.pipeline.transport.control import Control
@@ -114,7 +115,8 @@ def watch_processes(control: Control, seconds: float | None, roll: RollCall) -> 
 
 def require_agreement(control: Control, model: nn.Module, asked: Mapping[str, Any]) -> None:
     """Everywhere if not all have asked for the same, of the same model: with modules of the same classes, whose forward
-    reads the same plain attributes. Collective."""
+    reads the same plain attributes, but for tables that modules have made in the stages of an earlier cut, which are
+    forgotten. Collective."""
     parameters = fingerprint_parameters(
         (name, tuple(each.shape), f"{each.dtype} {each.requires_grad}") for name, each in model.named_parameters()
     )
@@ -130,17 +132,22 @@ def require_agreement(control: Control, model: nn.Module, asked: Mapping[str, An
     _compare(every)
     described = describe_model(model)
     if len(set(control.gather(hashlib.sha256(repr(described).encode()).digest()))) > 1:
-        _compare(control.gather(described))
+        forget_tables(model, _list_differences(control.gather(described)))
+        _compare(control.gather(describe_model(model)))
 
 
 def _compare(every: Sequence[Mapping[str, str]]) -> None:
     """Raise Everywhere for the first thing of which not all say the same."""
-    for name in dict.fromkeys(name for each in every for name in each):
+    for name in _list_differences(every):
         found = [each.get(name, "not given") for each in every]
-        if len(set(found)) > 1:
-            other = next(rank for rank, text in enumerate(found) if text != found[0])
-            here, there = f"{found[0]} on rank 0", f"{found[other]} on rank {other}"
-            raise Everywhere(f"the ranks do not agree on {name}: {here}, {there}; all must call pipeline() alike")
+        other = next(rank for rank, text in enumerate(found) if text != found[0])
+        here, there = f"{found[0]} on rank 0", f"{found[other]} on rank {other}"
+        raise Everywhere(f"the ranks do not agree on {name}: {here}, {there}; all must call pipeline() alike")
+
+
+def _list_differences(every: Sequence[Mapping[str, str]]) -> list[str]:
+    names = dict.fromkeys(name for each in every for name in each)
+    return [name for name in names if len({each.get(name) for each in every}) > 1]
 
 
 def find_place(

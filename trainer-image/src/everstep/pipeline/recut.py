@@ -1,21 +1,25 @@
 """Let a model that was cut before be cut again: what other processes have trained meanwhile comes from there.
 
 A process trains the weights of its own stages, and its copies of all others stay what they were. Where the next cut
-gives it others, these are not the copies here.
+gives it others, these are not the copies here. Nor has each process the tables that modules have made for themselves
+where they ran: all forget those that others have not.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from everstep.pipeline.describe import name_attribute, name_buffer
 from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.stage import RunnableStage
+from everstep.pipeline.frontend.attributes import Key
 from everstep.pipeline.transport.control import Control
 
 # Of each tensor of a model that was cut: the tensor that this process trains in its place, _ITSELF where it had data;
@@ -24,6 +28,55 @@ _latest: Any = WeakIdKeyDictionary()
 _ITSELF = object()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _MOVED = "the model was cut again, and other processes train some of its weights now: give both the same stage_of="
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A module when its model was first cut: the names of its attributes and buffers, and the values of those in whose
+    place there may be a table later: nothing, a container with nothing in it, and a number that goes with a table."""
+
+    names: frozenset[str]
+    values: Mapping[str, Any]
+
+
+_before: weakref.WeakKeyDictionary[nn.Module, _Before] = weakref.WeakKeyDictionary()
+
+
+def remember_tables(model: nn.Module, left: Collection[Key]) -> None:
+    """Remember what holds no tables yet in a model that was cut, before its first step.
+
+    Args:
+        model: The model.
+        left: The attributes in which a forward leaves something else: their numbers are not the script's.
+    """
+    for path, module in model.named_modules():
+        held = {**vars(module), **module._buffers}
+        values = {
+            name: each
+            for name, each in held.items()
+            if each is None
+            or (type(each) in (dict, list) and not each)
+            or (type(each) in (bool, int, float) and (path, name) in left)
+        }
+        _before.setdefault(module, _Before(frozenset(held), values))
+
+
+def forget_tables(model: nn.Module, differing: Collection[str]) -> None:
+    """Forget the tables that modules of a model have made in their stages since it was first cut.
+
+    Args:
+        model: The model.
+        differing: The attributes and buffers of which ranks have others, in the words of `describe_model`.
+    """
+    for path, module in model.named_modules():
+        before = _before.get(module, _Before(frozenset(vars(module)) | frozenset(module._buffers), {}))
+        for held, describe in ((vars(module), name_attribute), (module._buffers, name_buffer)):
+            for name in [name for name in held if describe(name, path) in differing]:
+                if name in before.values:
+                    value = before.values[name]
+                    held[name] = type(value)() if isinstance(value, dict | list) else value
+                elif name not in before.names:
+                    del held[name]
 
 
 class Recut:

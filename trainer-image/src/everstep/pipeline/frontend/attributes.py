@@ -83,6 +83,7 @@ class AttributeReads:
         self.held_objects = HeldObjects(is_busy)
         self._modules = {id(module): (path, module, dict(vars(module))) for path, module in model.named_modules()}
         self._items = {key: _list_items(vars(module)) for key, (_, module, _) in self._modules.items()}
+        self._hooks = self._count_hooks()
         self.found: dict[Key, AttributeRead] = {}
         self.objects: dict[Key, AttributeRead] = {}
         self.changed: dict[Key, tuple[Any, Any]] = {}
@@ -91,6 +92,10 @@ class AttributeReads:
         self.modes: dict[Reader, AttributeRead] = {}
         self.given: dict[str, AttributeRead] = {}
         self._given: Mapping[str, Any] = {}
+
+    def _count_hooks(self) -> int:
+        modules = (module for _, module, _ in self._modules.values())
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
 
     def watch_arguments(self, given: Mapping[str, Any], stack: Sequence[Any]) -> None:
         """Listen to what is read of objects among the arguments of the model; it goes to `given`.
@@ -159,6 +164,8 @@ class AttributeReads:
     def settle(self) -> None:
         """Tell apart what the forward, which has ended, has changed. Called before its changes are undone."""
         modules = {path: module for path, module, _ in self._modules.values()}
+        # A first call that registers hooks, as of transformers for hidden states, leaves a flag that they are there.
+        registers = self._count_hooks() != self._hooks
         for number, (path, module, before) in self._modules.items():
             now = vars(module)
             items = _list_items(now)
@@ -178,7 +185,8 @@ class AttributeReads:
             for name, value in after.items():
                 if value is _NOT_PLAIN or (value is not mine[name] and value != mine[name]):
                     del self.found[path, name]
-                    (self.unsure if keeps else self.changed)[path, name] = mine[name], value
+                    is_flag = registers and isinstance(value, bool)
+                    (self.unsure if keeps or is_flag else self.changed)[path, name] = mine[name], value
         for key, read in self.objects.items():
             if key not in self.left and is_as_it_was(modules[key[0]], key[1], read.value):
                 self.found[key] = read

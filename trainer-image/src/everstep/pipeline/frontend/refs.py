@@ -100,8 +100,8 @@ def make_template(structure: Any, refer: Callable[[Any], Any]) -> Template:
 
     def leaf(item: Any) -> Any:
         if isinstance(item, slice):
-            ends = leaf(item.start), leaf(item.stop), leaf(item.step)
-            return Slice(*ends) if any(map(is_reference, ends)) else item
+            ends = leaf(item.start), leaf(item.stop), leaf(item.step)  # sizes that have become numbers are numbers
+            return Slice(*ends) if any(map(is_reference, ends)) else slice(*ends)
         if isinstance(item, torch.Size):
             parts = tuple(map(leaf, item))
             return Shape(parts) if any(map(is_reference, parts)) else item
