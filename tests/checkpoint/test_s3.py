@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from everstep.checkpoint.errors import StoreError
+from everstep.checkpoint.errors import Denied, StoreError, is_damage
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.store.s3 import S3Store
@@ -235,6 +235,20 @@ class TestServer:
         proxy.refuse = lambda request: (status, code) if "uploads" in request.path else None
         assert store.sweep("", time.time() + 60) == store.sweep("", time.time() + 60) == 0
         assert caplog.text.count("AbortIncompleteMultipartUpload") == 1
+
+    @pytest.mark.parametrize(
+        ("status", "code"),
+        [(400, "ExpiredToken"), (400, "KMS.DisabledException"), (403, "AccessDenied")],
+    )
+    def test_whose_token_has_expired_is_told_so_and_the_object_is_not_taken_for_damaged(
+        self, spied: tuple[S3Store, FaultProxy], status: int, code: str
+    ) -> None:
+        store, proxy = spied
+        store.replace("latest", b"x")
+        proxy.refuse = lambda request: (status, code)
+        with pytest.raises(Denied, match=code) as refused:
+            store.read("latest")
+        assert not is_damage(refused.value)
 
     def test_more_objects_than_one_answer_holds(self, s3_url: str) -> None:
         store = S3Store(s3_url)

@@ -34,6 +34,17 @@ _MAY_PASS = {
     "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 }
+# Of whoever asks, or of the key of an encrypted object, though the status is that of a bad request.
+_DENIED = {
+    "AuthorizationHeaderMalformed",
+    "AuthorizationQueryParametersError",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidToken",
+    "RequestExpired",
+    "TokenRefreshRequired",
+}
+_DENIED_KEY = "KMS."
 _MAY_PASS_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
 
 # No answer, or a piece of one: nobody knows whether the request was executed.
@@ -144,7 +155,7 @@ def _classify_error(error: Any, what: str, where: str) -> StoreError:
     if code in _FULL or status == 507:
         return Full(where, text)
     may_pass = code in _MAY_PASS or status in _MAY_PASS_STATUS
-    if status in (401, 403) and not may_pass:
+    if not may_pass and (status in (401, 403) or code in _DENIED or code.startswith(_DENIED_KEY)):
         return Denied(text, where)
     return StoreError(text, where, may_pass=may_pass)
 
