@@ -53,6 +53,12 @@ def test_a_step_may_be_a_whole_number_of_numpy(tmp_path: Path) -> None:
             ckpt.restore(step=torch.tensor(10), x=state)
 
 
+def test_several_models_in_one_list_are_told_apart_by_the_script(tmp_path: Path) -> None:
+    """A list of modules has the parts of one model, as the stages of a rank."""
+    with session(tmp_path) as ckpt, pytest.raises(CheckpointError, match=r"models\.weight.* generator=\.\.\., critic="):
+        ckpt.restore(models=[nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
 def test_objects_that_a_second_call_does_not_name_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with session(tmp_path) as ckpt:
         ckpt.restore(model=Model())

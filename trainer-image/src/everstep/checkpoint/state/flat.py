@@ -121,7 +121,10 @@ def flatten_objects(
             if follows and not is_dtensor(leaf):
                 elsewhere.add(name)
             if name in tensors or name in values:
-                raise CheckpointError(f"{name}: two objects have a state of this name")
+                raise CheckpointError(
+                    f"{name}: two objects have a state of this name. The modules of a list are the parts of one model; "
+                    "give each of several models a name of its own, as generator=..., critic=..."
+                )
             if follows and not is_tensor(leaf):
                 continue
             if type(leaf) in _NUMBERS:
