@@ -91,5 +91,5 @@ def test_another_way_for_one_sample_is_refused(code: Callable[[Any, Any], Any]) 
     stages = make_stages(model, 4)
     x = torch.randn(4, 3, WIDTH)
     torch.testing.assert_close(run_stages(stages, {"x": x}), model(x))
-    with pytest.raises(PipelineError, match="another path through the model's code"):
+    with pytest.raises(PipelineError, match=r"another path through the model's code.*take fewer micro-batches"):
         run_stages(stages, {"x": x[:1]})

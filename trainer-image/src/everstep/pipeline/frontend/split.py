@@ -113,8 +113,7 @@ class _Cut:
 
     def build_stage(self) -> StageModule:
         items = self.items
-        result = self._find_result()
-        has_output = result is not None
+        has_output = (result := self._find_result()) is not None
         names = {value: name for unit in self.units.all for name, value in unit.values.items()}
         module, drawing = self._make_module(items)
         bind = self._make_binder(module)
@@ -146,6 +145,7 @@ class _Cut:
                 sizes,
                 [*conditions, *more.conditions],
                 {number: [*own.get(number, ()), *more.places.get(number, ())] for number in {*own, *more.places}},
+                self.model.record.sizes.batch,
             ),
             self.model.both,
             StageUses(

@@ -56,12 +56,14 @@ class SizeRules:
         sizes: The sizes that its steps use.
         conditions: What must hold of the symbols, or the stage would compute something else.
         made: Where symbols are read that only modules within the stage know, by the number of the step.
+        batch: The symbol of the number of samples.
     """
 
     places: Sequence[SymbolSource] = ()
     sizes: Sequence[Any] = ()
     conditions: Sequence[Any] = ()
     made: Mapping[int, Sequence[SymbolSource]] = field(default_factory=dict)
+    batch: Any = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class StageModule:
         self._outputs, self._steps, self._result = dict(outputs), list(steps), result
         self._places, self._sizes, self._conditions = list(sizes.places), list(sizes.sizes), list(sizes.conditions)
         self._made, self._known_sizes = dict(sizes.made), dict[tuple[int, ...], dict[Any, Any]]()
+        self._batch = sizes.batch
         self._only = None if both else module.training
         self._changed, self.writes, self.listens = frozenset(uses.changed), tuple(sorted(uses.writes)), listens
         # What tells the device: it may be moved at any time, and to look for it takes as long as a small operation.
@@ -202,15 +205,23 @@ class StageModule:
         if key not in self._known_sizes:
             for condition in self._conditions:
                 if symbols_of([condition]) <= values.keys() and evaluate_size(condition, values) is False:
-                    raise PipelineError(
-                        f"stage {self.index}: sizes {values} take another path through the model's code than the one "
-                        f"that was traced, where {condition}: give batches for which this holds, or call pipeline() "
-                        "with an example of these sizes"
-                    )
+                    raise self._make_path_error(condition, values)
             sizes = [size for size in self._sizes if symbols_of([size.expr]) <= values.keys()]
             self._known_sizes[key] = {size: size.kind(evaluate_size(size.expr, values)) for size in sizes}
         frame.sizes = self._known_sizes[key]
         return values
+
+    def _make_path_error(self, condition: Any, values: Mapping[Any, int]) -> PipelineError:
+        advice = "give batches for which this holds, or call pipeline() with an example of these sizes"
+        if symbols_of([condition]) == {self._batch}:  # which no example fixes
+            advice = (
+                f"{self._batch} is the number of samples of a micro-batch: take fewer micro-batches, or leave out a "
+                "smaller batch at the end of an epoch, as by drop_last=True"
+            )
+        return PipelineError(
+            f"stage {self.index}: sizes {dict(values)} take another path through the model's code than the one that "
+            f"was traced, where {condition}: {advice}"
+        )
 
 
 def _copy_leaf(leaf: Any) -> Any:
