@@ -36,6 +36,14 @@ def test_a_folder_takes_the_place_of_a_file(store: Path, tmp_path: Path) -> None
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("target", ["out", "out.safetensors"])
+def test_an_export_can_be_read_by_whom_the_user_lets_read_new_files(target: str, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    exporting.export_safetensors(store, tmp_path / target)
+    written = tmp_path / target / "model.safetensors" if target == "out" else tmp_path / target
+    assert written.stat().st_mode == (tmp_path / "mine").stat().st_mode
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_export_leaves_the_old_folder(
     when: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

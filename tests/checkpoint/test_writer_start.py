@@ -11,7 +11,7 @@ import pytest
 from everstep.checkpoint.writer.rank_environment import find_environment, list_variables
 
 _SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from everstep.checkpoint.writer import control
 memory = Path("memory").absolute()
@@ -88,3 +88,21 @@ def test_a_script_that_makes_warnings_errors_starts_a_writer_without_one(tmp_pat
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_writer_hears_sigterm_though_its_rank_has_blocked_it(tmp_path: Path) -> None:
+    """As in a script that waits for signals in a thread, by sigwait(): a child has what its parent has blocked."""
+    change = """
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+control.ensure_writer(memory, linger=30)
+link = control.WriterLink.connect(memory)
+pid = link.pid
+link.close()
+os.kill(pid, signal.SIGTERM)
+deadline = time.monotonic() + 10
+while os.path.exists(f"/proc/{pid}") and open(f"/proc/{pid}/stat").read().split()[2] != "Z":
+    if time.monotonic() > deadline:
+        os.kill(pid, signal.SIGKILL)
+        sys.exit("the writer is still there")
+"""
+    run_script(tmp_path, change)

@@ -210,9 +210,10 @@ def prune(
 ) -> None:
     """Remove old checkpoints and the files of unfinished saves.
 
-    Only good checkpoints count towards those that stay: the command first reads all bytes of them, even if they were
-    verified before. Checkpoints that are being read stay too, and so do those that are newer than the last one that
-    stays. A store does not record what its run keeps by keep_best=: give --keep-best for that.
+    The files of a save that was never committed go once they are a day old: it may still be under way. Only good
+    checkpoints count towards those that stay: the command first reads all bytes of them, even if they were verified
+    before. Checkpoints that are being read stay too, and so do those that are newer than the last one that stays. A
+    store does not record what its run keeps by keep_best=: give --keep-best for that.
     """
 
     from everstep.checkpoint.catalog.best import KeepBest

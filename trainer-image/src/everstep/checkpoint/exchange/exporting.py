@@ -103,7 +103,11 @@ def export_safetensors(
             for file, tensors in plan.read_files():
                 lease.renew()
                 metadata = {FORMAT_KEY: "pt", **plan.aliases_of(file)}
-                save_file(tensors, place if is_file else place / file, metadata=metadata)
+                written = place if is_file else place / file
+                written.touch()  # with the mode of the user's other new files, which safetensors' own way does not keep
+                mode = written.stat().st_mode
+                save_file(tensors, written, metadata=metadata)
+                written.chmod(mode)
             if len(plan.files) > 1:
                 (place / "model.safetensors.index.json").write_text(plan.index())
             if config is not None:

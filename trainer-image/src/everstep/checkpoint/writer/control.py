@@ -42,9 +42,12 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 _MAX_KILLED = 3  # writers that are started anew since a signal ended them at once
 _PACKAGE_ROOT = str(Path(__file__).absolute().parents[3])  # where this everstep lies, so that no other one is taken
 # What the rank could import, the writer can too, however it came into the rank's path; but after all that Python has
-# itself, since a module of the script's folder may have the name of one of those.
+# itself, since a module of the script's folder may have the name of one of those. Signals that the rank has blocked, as
+# who waits for them in a thread does, would be blocked in its child: a writer hears SIGTERM.
 _WRITER_CODE = """
+import signal
 import sys
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 root, places = sys.argv[1], sys.argv[5:]
 sys.argv[1:] = sys.argv[2:5]
 sys.path.insert(0, root)
