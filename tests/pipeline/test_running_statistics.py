@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -269,6 +270,38 @@ class OfAnyNumber(nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
 
 def test_statistics_of_layers_of_none_of_torch_s_classes_are_put_together() -> None:
     assert are_statistics_put_together(OfAnyNumber(FEATURES))
+
+
+class Activated(nn.BatchNorm1d):  # type: ignore[misc]
+    """As timm's layers: the activation is a module in it."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Any) -> Any:
+        return self.act(super().forward(x))
+
+
+class Kept:
+    """Holds what a hook's object may hold, and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.shapes = threading.Lock(), list[Any]()
+
+    def keep(self, module: Any, args: Any, result: Any) -> None:
+        self.shapes.append(result.shape)
+
+
+def test_a_hook_changes_nothing_of_how_a_layer_keeps_its_statistics() -> None:
+    """Of a script, on a layer or a module in it. Nor is it called, or copied: it may hold the whole model."""
+    layer, kept = Activated(), Kept()
+    layer.register_forward_hook(kept.keep)
+    layer.act.register_forward_hook(kept.keep)
+    assert are_statistics_put_together(layer)
+    assert not kept.shapes
+    layer(numbers().float())
+    assert len(kept.shapes) == 2
 
 
 def test_statistics_of_a_part_of_the_words_are_not_put_together() -> None:

@@ -29,6 +29,9 @@ _STARTS = ((0.5, 0), (2.0, 1_000_000))
 # The types in which a layer is tried, with the absolute tolerance: a layer that casts to float32 fails in double.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-5}
 
+# What every module keeps of its hooks.
+_HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "_hooks" in name)
+
 _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 Effect = tuple[Any, dict[str, Any]]  # what a forward returns, and the buffers after it
@@ -93,7 +96,7 @@ def _does_as_torch(module: Any, dimensions: int, place: int, dtype: torch.dtype)
 def _find_effect(module: Any, forward: Any, x: torch.Tensor, momentum: float, start: float, batches: int) -> Effect:
     """Call a forward on a copy of a module in training, whose statistics are all `start` before, of `batches`."""
     torch.default_generator.manual_seed(0)  # and not those of GPUs, which nobody gives their state back
-    layer = copy.deepcopy(module).to_empty(device="cpu").to(x.dtype).train()
+    layer = _copy_without_hooks(module).to_empty(device="cpu").to(x.dtype).train()
     with torch.no_grad():
         for each in (*layer.parameters(), *layer.buffers()):
             each.fill_(1)
@@ -102,6 +105,14 @@ def _find_effect(module: Any, forward: Any, x: torch.Tensor, momentum: float, st
         layer.momentum = momentum
         result = forward(layer, x.clone())
     return result, dict(layer.named_buffers())
+
+
+def _copy_without_hooks(module: Any) -> Any:
+    """Return a copy of a layer: its hooks may hold the whole model, or what cannot be copied, and are not tried."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        memo.update((id(hooks), type(hooks)()) for name, hooks in vars(part).items() if name in _HOOKS)
+    return copy.deepcopy(module, memo)
 
 
 def _are_close(found: dict[str, Any], wanted: dict[str, Any], absolute: float) -> bool:
