@@ -126,7 +126,7 @@ class _Merge:
                 self.call(a, b)
             elif isinstance(a, Op) and isinstance(b, Op) and a.name == b.name:
                 a.other = self.inputs(a.inputs, b.inputs)
-                a.draws = a.draws or b.draws
+                a.draws, a.seeded = a.draws or b.draws, a.seeded or b.seeded
                 self.outputs(a.outputs, b.outputs)
             else:
                 raise _Differ

@@ -25,6 +25,7 @@ class RecordingListener(AttributeListener, Protocol):
     """It hears of calls too."""
 
     autocasts: list[tuple[str, Any, bool]]
+    seeded: bool
     drawn: bool
 
     def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
@@ -179,7 +180,7 @@ def _patch_autocast(listener: RecordingListener) -> Iterator[None]:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[misc]  # torch is not where types are checked
-    """Says when an operation draws random numbers."""
+    """Says when an operation is of a kind that draws random numbers, and when it draws some."""
 
     def __init__(self, listener: RecordingListener) -> None:
         super().__init__()
@@ -187,5 +188,14 @@ class _Draws(TorchDispatchMode):  # type: ignore[misc]  # torch is not where typ
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.listener.drawn = True
+            self.listener.seeded = True
+            self.listener.drawn = self.listener.drawn or not _has_no_dropout(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _has_no_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operation draws for its dropout alone, as attention does, and was given none."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool((args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)) == 0)
+    return False

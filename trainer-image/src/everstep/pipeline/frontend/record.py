@@ -46,7 +46,8 @@ class GuessFailed(BaseException):
 class Op:
     """One call of a function of torch, or of a custom autograd function.
 
-    `at`: its place in time; `touches`, `mutates`: the memory it used, and changed; `draws`: random numbers;
+    `at`: its place in time; `touches`, `mutates`: the memory it used, and changed; `draws`: random numbers; `seeded`:
+    whether it is of a kind that draws some, which attention without dropout does not;
     `grad`: whether autograd was on; `autocast`: (device type, dtype, enabled) if the model itself had set it.
     """
 
@@ -59,6 +60,7 @@ class Op:
     touches: frozenset[int] = frozenset()
     mutates: frozenset[int] = frozenset()
     draws: bool = False
+    seeded: bool = False
     grad: bool = True
     autocast: tuple[str, Any, bool] | None = None
     stage: int | None = None

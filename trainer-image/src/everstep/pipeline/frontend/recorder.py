@@ -88,7 +88,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.sizes, self.device, self.unseen = sizes, device, unseen
         self.busy = False
         self.autocasts: list[tuple[str, Any, bool]] = []
-        self.drawn = False
+        self.seeded = self.drawn = False
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._own_parameters = {id(module): tuple(module._parameters.values()) for module in model.modules()}
         self.attributes = AttributeReads(model, lambda: self.busy)
@@ -240,7 +240,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             if func in _REPLACES:
                 raise CannotFollow(f"{name} replaces the memory of a tensor")
             inputs = make_template((args, kwargs), self._refer)
-            self.drawn = False
+            self.seeded = self.drawn = False
             real_args, real_kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
             tensors = [leaf for leaf in pytree.tree_leaves((real_args, real_kwargs)) if isinstance(leaf, torch.Tensor)]
             before = [tensor._version for tensor in tensors]
@@ -275,7 +275,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             if not isinstance(tensor, FakeTensor):
                 raise CannotFollow(f"{name} made a tensor that holds data")
             self._register(tensor, is_changed=_get_storage_key(tensor) in changed)
-        op = Op(name, func, self._clock, owner, inputs, make_template(result, self._refer), draws=self.drawn)
+        op = Op(name, func, self._clock, owner, inputs, make_template(result, self._refer))
+        op.seeded, op.draws = self.seeded, self.drawn
         op.touches = frozenset(map(_get_storage_key, given + made))
         op.mutates = changed
         op.grad = torch.is_grad_enabled()

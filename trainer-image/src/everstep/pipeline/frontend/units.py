@@ -94,6 +94,7 @@ class _View:
         self.makers: dict[int, Item] = {}
         self.readers: dict[int, list[Item]] = defaultdict(list)
         self._repeatable: dict[Call, bool] = {}
+        self._opened = {record.root}  # what draws random numbers, and cannot be one node
         self.output = {ref.index for ref in iterate_references(record.root.outputs) if isinstance(ref, ValueRef)}
         for part in iterate_parts(record.root):
             for index in iterate_made_values(part):
@@ -119,9 +120,9 @@ class _View:
     def _closed(self, call: Call) -> bool:
         if call.inputs is None or call.outputs is None or call.is_lent:
             return False
-        if not call.path and any(isinstance(item, Op) and item.draws for item in call.body):
-            return False  # the model's own draws are modules of their own, in one stage as in many
         own = set(iterate_parts(call))
+        if any(isinstance(part, Op) and part.draws and part.owner in self._opened for part in own):
+            return False  # such draws are modules of their own, in one stage as in many
         made = {index for part in own for index in iterate_made_values(part) if self.makers[index] is part}
         given, gives = set(iterate_references(call.inputs)), set(iterate_references(call.outputs))
         for part in own:
@@ -136,8 +137,12 @@ class _View:
         """Mark the call around a call that must run as it was, but cannot, as one that must run as it was."""
         for inside in call.calls():
             self.settle(inside)
-            if any(isinstance(item, Op) and item.draws for item in inside.body):
-                inside.whole = inside.whole or "it draws random numbers, which belong to one place"
+            # What is seeded and does not draw, as attention without dropout, is less to measure where it is whole.
+            if any(isinstance(item, Op) and item.seeded for item in inside.body) and not inside.whole:
+                if self.repeatable(inside):
+                    inside.whole = "it draws random numbers, which belong to one place"
+                else:
+                    self._opened.add(inside)
             if inside.whole and not self.repeatable(inside):
                 reason = f"{inside.path} must stay whole ({inside.whole}), but shares tensors beside its arguments"
                 call.whole = call.whole or reason
