@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -79,6 +80,19 @@ def test_a_module_that_is_known_to_draw_is_seeded_and_not_compared(monkeypatch: 
         random.next_step()
     random.close()
     assert len(copies) <= 3  # before the micro-batch, and whether the code around the modules has drawn
+
+
+def test_a_module_that_is_called_more_often_than_the_trace_did_draws_others_in_each_call() -> None:
+    """As one dropout of the experts between which data chooses, and of layers in other stages."""
+    dropout = torch.nn.Dropout(0.5)
+    random = rng.Random({"dropout": dropout}, torch.device("cpu"), seed=1)
+    masks = list[Any]()
+    random.next_step()
+    for stage, numbers in enumerate([(0, 2), (1,)]):
+        with random.kept(), random.of(0, {"dropout": numbers}, stage):
+            masks += [dropout(torch.ones(64)) for _ in range(3)]
+    random.close()
+    assert not any(torch.equal(one, other) for one, other in combinations(masks, 2))
 
 
 def test_the_generators_of_a_device_are_put_back_together(device: torch.Generator) -> None:

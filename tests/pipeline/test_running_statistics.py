@@ -294,7 +294,7 @@ class Kept:
 
 
 def test_a_hook_changes_nothing_of_how_a_layer_keeps_its_statistics() -> None:
-    """Of a script, on a layer or a module in it. Nor is it called, or copied: it may hold the whole model."""
+    """A script may hook a layer or what is in it. That hook is neither called nor copied: it may hold the model."""
     layer, kept = Activated(), Kept()
     layer.register_forward_hook(kept.keep)
     layer.act.register_forward_hook(kept.keep)

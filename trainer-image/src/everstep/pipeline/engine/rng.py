@@ -289,7 +289,8 @@ class Random:
             return entered[call], log.begun[entered[call]]
         call = log.calls[name]
         log.calls[name] = call + 1
-        seed = _scramble(self._base ^ self._hashes[name], self._repeats[name][call] if name in self._repeats else call)
+        number = _find_number(self._repeats[name], call) if name in self._repeats else call
+        seed = _scramble(self._base ^ self._hashes[name], number)
         event = log.next(seed)
         log.entered[name].append(event)
         log.begun[event] = seed
@@ -375,6 +376,15 @@ class _Forward(_Calls):
                 self._random._end_forward(self._microbatch, self._stage)
         finally:
             super().__exit__(kind)
+
+
+def _find_number(repeats: Sequence[int], call: int) -> int:
+    """Return which of all calls of a module that other stages call too this one is, counted in its own stage.
+
+    A loop over data may call it more often than the trace did, here or in other stages: these calls have numbers of
+    their own, by the cut, so that no two draw the same.
+    """
+    return repeats[call] if call < len(repeats) else (repeats[0] + 1 << 32) + call
 
 
 def _is_dropout(module: nn.Module) -> bool:
