@@ -174,8 +174,25 @@ class Bypassed(nn.Module):  # type: ignore[misc]
         return found if self.training else x
 
 
-def test_a_module_that_hands_on_an_argument_in_evaluation_is_cut_for_both_modes() -> None:
-    model = Denoising().train()
+class ManyDropouts(nn.Module):  # type: ignore[misc]
+    """Drops from one value several times, computes with that itself after it, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.drops = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.1)])
+        self.first, self.second, self.head = (nn.Linear(4, 4) for _ in range(3))
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.first(self.drops[0](x)).tanh() + self.drops[1](x) - x
+        found = sum(self.head(drop(hidden)) for drop in self.drops) + self.second(hidden)
+        return found + nn.functional.dropout(self.head.weight, 0.5, self.training)[0] * self.head.weight[1], hidden
+
+
+@pytest.mark.parametrize("kind", [Denoising, ManyDropouts])
+def test_a_module_that_hands_on_an_argument_in_evaluation_is_cut_for_both_modes(kind: Any) -> None:
+    model = kind().train()
     found = trace_model(model, {"x": X})
     assert found.both
     order = [node.name for node in found.graph.nodes]
@@ -186,9 +203,27 @@ def test_a_module_that_hands_on_an_argument_in_evaluation_is_cut_for_both_modes(
             stage.module.eval()
         given = {"input:x": X, **first({"input:x": X})}
         result, own = second({name: given[name] for name in second.inputs})["output"]
-        torch.testing.assert_close(result, model(X)[0], rtol=1e-12, atol=1e-12)
-        assert torch.equal(own, X)
+        for one, other in zip((result, own), model(X), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class ChangesDropped(nn.Module):  # type: ignore[misc]
+    """Changes in place, in evaluation, also what it has dropped from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(4, 4).double(), nn.Dropout(0.5)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.first(x)
+        dropped = self.drop(hidden)
+        dropped[:, 0] = 0
+        return dropped + hidden
 
 
 def test_code_that_leaves_a_result_out_in_evaluation_is_not_taken_for_a_module_that_hands_on() -> None:
     assert not trace_model(Bypassed().train(), {"x": X}).both
+
+
+def test_what_dropout_hands_on_in_evaluation_is_another_value_where_it_is_changed_in_place() -> None:
+    assert not trace_model(ChangesDropped().train(), {"x": X}).both

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.attributes import are_arrays_equal, is_array
-from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
+from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, iterate_made_values, iterate_parts
 from everstep.pipeline.frontend.refs import (
     Argument,
     Constant,
+    Ref,
     Size,
     Slice,
     Template,
     ValueRef,
+    Weight,
     are_plain_leaves_equal,
     is_reference,
     iterate_references,
     list_plain_leaves,
 )
 
+_NOTHING: Mapping[int, Ref] = {}
 DIFFERS = "it does something else in evaluation than in training"
 
 
@@ -32,10 +36,26 @@ def merge_records(one: ForwardRecord, other: ForwardRecord) -> bool:
     """Give the operations of `one` the inputs that they have in `other`, recorded with all training flags the other
     way. Calls that differ in more are never cut; False if the model itself does."""
     try:
-        _Merge(one.constants, other.constants).call(one.root, other.root)
+        _Merge(one.constants, other.constants, _find_returned(other)).call(one.root, other.root)
     except _Differ:
         return False
     return True
+
+
+def _find_returned(record: ForwardRecord) -> dict[int, Ref]:
+    """Return the values that are the very tensors that operations were given, as those of dropout in evaluation, and
+    what these were, unless they are changed later."""
+    found, changed = dict[int, Ref](), set[int]()
+    for part in reversed(list(iterate_parts(record.root))):
+        if changed.isdisjoint(part.touches):
+            returned = record.unchanged.keys() & set(iterate_made_values(part))
+            found |= {index: record.unchanged[index] for index in returned}
+        changed |= part.mutates
+    for index in sorted(found):
+        before = found[index]
+        if isinstance(before, ValueRef):
+            found[index] = found.get(before.index, before)
+    return found
 
 
 def are_records_equal(one: ForwardRecord, other: ForwardRecord) -> bool:
@@ -93,7 +113,8 @@ def _list_numbers(record: ForwardRecord) -> list[int | None]:
 
 
 class _Merge:
-    def __init__(self, constants: list[Any], others: list[Any]) -> None:
+    def __init__(self, constants: list[Any], others: list[Any], returned: Mapping[int, Ref] = _NOTHING) -> None:
+        self.returned = returned  # of `other`
         place = {id(tensor): index for index, tensor in enumerate(constants)}
         self.constants = {index: place.get(id(tensor)) for index, tensor in enumerate(others)}
         # Of `other` to those of `one`: several, where a module hands on what it is given in one mode only.
@@ -148,10 +169,15 @@ class _Merge:
         if spec != other_spec:
             raise _Differ
         for left, right in zip(a, b, strict=True):
+            if self.is_same(left, right):
+                continue
             if isinstance(left, ValueRef) and isinstance(right, ValueRef):
                 if self.known.setdefault(left.index, right.index) != right.index:
                     raise _Differ
                 self.values[right.index] = self.values.get(right.index, frozenset()) | {left.index}
+                before = self.returned.get(right.index)
+                if isinstance(before, ValueRef):
+                    self.values[right.index] |= self.values.get(before.index, frozenset())
             elif isinstance(left, ValueRef) and isinstance(right, Argument):
                 if self.known.setdefault(left.index, right) != right:
                     raise _Differ
@@ -159,13 +185,20 @@ class _Merge:
             elif is_reference(left) != is_reference(right) or (is_reference(left) and left != right):
                 raise _Differ
 
+    def is_same(self, one: Any, other: Any) -> bool:
+        """Tell whether a reference is known to be what that of `other` is."""
+        if not isinstance(other, ValueRef):
+            return False
+        if isinstance(one, ValueRef):
+            return one.index in self.values.get(other.index, ())
+        return isinstance(one, Argument | Weight) and one == self.returned.get(other.index)
+
     def translate(self, leaf: Any, like: Any) -> Any:
         """A leaf of `other` in the words of `one`, where `like` is in its place."""
         if isinstance(leaf, ValueRef):
             if leaf.index not in self.values:
                 raise _Differ
-            names = self.values[leaf.index]
-            return like if isinstance(like, ValueRef) and like.index in names else ValueRef(min(names))
+            return like if self.is_same(like, leaf) else ValueRef(min(self.values[leaf.index]))
         if isinstance(leaf, Argument):
             return like if isinstance(like, ValueRef) and like.index in self.handed.get(leaf, ()) else leaf
         if isinstance(leaf, Constant):
