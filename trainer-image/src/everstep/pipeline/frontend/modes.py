@@ -114,24 +114,23 @@ def _list_numbers(record: ForwardRecord) -> list[int | None]:
 
 class _Merge:
     def __init__(self, constants: list[Any], others: list[Any], returned: Mapping[int, Ref] = _NOTHING) -> None:
-        self.returned = returned  # of `other`
         place = {id(tensor): index for index, tensor in enumerate(constants)}
         self.constants = {index: place.get(id(tensor)) for index, tensor in enumerate(others)}
-        # Of `other` to those of `one`: several, where a module hands on what it is given in one mode only.
-        self.values: dict[int, frozenset[int]] = {}
-        self.known: dict[int, int | Argument] = {}  # the other way: never several
-        self.handed: dict[Argument, frozenset[int]] = {}  # arguments that modules hand on in `other`, to those of `one`
+        self.returned = returned  # of `other`
+        # Of `other` to those of `one`: several, where a module or dropout hands on what it is given in one mode only.
+        self.values: dict[Ref, frozenset[int]] = {}
+        self.known: dict[int, Ref] = {}  # the other way: never several
 
     def call(self, one: Call, other: Call) -> None:
         """_Differ if even what goes in and out is not the same."""
-        kept = dict(self.values), dict(self.known), dict(self.handed)
+        kept = dict(self.values), dict(self.known)
         try:
             self.body(one, other)
         except _Differ:
             if not one.path or one.outputs is None or other.outputs is None:
                 raise
             one.whole = one.whole or DIFFERS
-            self.values, self.known, self.handed = kept
+            self.values, self.known = kept
         if one.inputs is not None and other.inputs is not None:
             one.other = self.inputs(one.inputs, other.inputs)
         if one.outputs is not None and other.outputs is not None:
@@ -169,38 +168,30 @@ class _Merge:
         if spec != other_spec:
             raise _Differ
         for left, right in zip(a, b, strict=True):
-            if self.is_same(left, right):
-                continue
-            if isinstance(left, ValueRef) and isinstance(right, ValueRef):
-                if self.known.setdefault(left.index, right.index) != right.index:
+            original = self.find_original(right)
+            if isinstance(left, ValueRef) and isinstance(right, ValueRef | Argument):
+                if self.known.setdefault(left.index, original) != original:
                     raise _Differ
-                self.values[right.index] = self.values.get(right.index, frozenset()) | {left.index}
-                before = self.returned.get(right.index)
-                if isinstance(before, ValueRef):
-                    self.values[right.index] |= self.values.get(before.index, frozenset())
-            elif isinstance(left, ValueRef) and isinstance(right, Argument):
-                if self.known.setdefault(left.index, right) != right:
-                    raise _Differ
-                self.handed[right] = self.handed.get(right, frozenset()) | {left.index}
-            elif is_reference(left) != is_reference(right) or (is_reference(left) and left != right):
+                self.values[original] = self.values.get(original, frozenset()) | {left.index}
+            elif is_reference(left) != is_reference(right) or (is_reference(left) and left != original):
                 raise _Differ
 
-    def is_same(self, one: Any, other: Any) -> bool:
-        """Tell whether a reference is known to be what that of `other` is."""
-        if not isinstance(other, ValueRef):
-            return False
-        if isinstance(one, ValueRef):
-            return one.index in self.values.get(other.index, ())
-        return isinstance(one, Argument | Weight) and one == self.returned.get(other.index)
+    def find_original(self, ref: Any) -> Any:
+        """Return the reference of a tensor of `other` before operations have returned it as it was."""
+        return self.returned.get(ref.index, ref) if isinstance(ref, ValueRef) else ref
 
     def translate(self, leaf: Any, like: Any) -> Any:
         """A leaf of `other` in the words of `one`, where `like` is in its place."""
-        if isinstance(leaf, ValueRef):
-            if leaf.index not in self.values:
+        leaf = self.find_original(leaf)
+        if isinstance(leaf, ValueRef | Argument | Weight):
+            names = self.values.get(leaf, frozenset())
+            if isinstance(like, ValueRef) and like.index in names:
+                return like
+            if not isinstance(leaf, ValueRef):
+                return leaf
+            if not names:
                 raise _Differ
-            return like if self.is_same(like, leaf) else ValueRef(min(self.values[leaf.index]))
-        if isinstance(leaf, Argument):
-            return like if isinstance(like, ValueRef) and like.index in self.handed.get(leaf, ()) else leaf
+            return ValueRef(min(names))
         if isinstance(leaf, Constant):
             index = self.constants[leaf.index]
             if index is None:
