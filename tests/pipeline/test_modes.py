@@ -174,8 +174,37 @@ class Bypassed(nn.Module):  # type: ignore[misc]
         return found if self.training else x
 
 
-def test_a_module_that_hands_on_an_argument_in_evaluation_is_cut_for_both_modes() -> None:
-    model = Denoising().train()
+class Keeps(nn.Module):  # type: ignore[misc]
+    """Keeps what it has dropped from, as hooks that capture hidden states do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.layer = nn.Dropout(0.5), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        self.kept = self.drop(x)
+        return self.layer(self.kept).tanh()
+
+
+class ManyDropouts(nn.Module):  # type: ignore[misc]
+    """Drops from one value several times, computes with that itself after it, and returns it and its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.drops = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.1)])
+        self.first, self.second, self.head = Keeps(), Keeps(), nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.drops[0](x) * self.first(x) + self.drops[1](x) * self.first.kept - x
+        found = sum(self.head(drop(hidden)) for drop in self.drops) + self.second(hidden) * self.second.kept
+        return found + nn.functional.dropout(self.head.weight, 0.5, self.training)[0] * self.head.weight[1], hidden, x
+
+
+@pytest.mark.parametrize("kind", [Denoising, ManyDropouts])
+def test_a_module_that_hands_on_an_argument_in_evaluation_is_cut_for_both_modes(kind: Any) -> None:
+    model = kind().train()
     found = trace_model(model, {"x": X})
     assert found.both
     order = [node.name for node in found.graph.nodes]
@@ -185,10 +214,28 @@ def test_a_module_that_hands_on_an_argument_in_evaluation_is_cut_for_both_modes(
         for stage in (first, second):
             stage.module.eval()
         given = {"input:x": X, **first({"input:x": X})}
-        result, own = second({name: given[name] for name in second.inputs})["output"]
-        torch.testing.assert_close(result, model(X)[0], rtol=1e-12, atol=1e-12)
-        assert torch.equal(own, X)
+        result = second({name: given[name] for name in second.inputs})["output"]
+        for one, other in zip(result, model(X), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class ChangesDropped(nn.Module):  # type: ignore[misc]
+    """Changes in place, in evaluation, also what it has dropped from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(4, 4).double(), nn.Dropout(0.5)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.first(x)
+        dropped = self.drop(hidden)
+        dropped[:, 0] = 0
+        return dropped + hidden
 
 
 def test_code_that_leaves_a_result_out_in_evaluation_is_not_taken_for_a_module_that_hands_on() -> None:
     assert not trace_model(Bypassed().train(), {"x": X}).both
+
+
+def test_what_dropout_hands_on_in_evaluation_is_another_value_where_it_is_changed_in_place() -> None:
+    assert not trace_model(ChangesDropped().train(), {"x": X}).both

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.attributes import are_arrays_equal, is_array
-from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
+from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, iterate_made_values, iterate_parts
 from everstep.pipeline.frontend.refs import (
     Argument,
     Constant,
+    Ref,
     Size,
     Slice,
     Template,
     ValueRef,
+    Weight,
     are_plain_leaves_equal,
     is_reference,
     iterate_references,
     list_plain_leaves,
 )
 
+_NOTHING: Mapping[int, Ref] = {}
 DIFFERS = "it does something else in evaluation than in training"
 
 
@@ -32,10 +36,26 @@ def merge_records(one: ForwardRecord, other: ForwardRecord) -> bool:
     """Give the operations of `one` the inputs that they have in `other`, recorded with all training flags the other
     way. Calls that differ in more are never cut; False if the model itself does."""
     try:
-        _Merge(one.constants, other.constants).call(one.root, other.root)
+        _Merge(one.constants, other.constants, _find_returned(other)).call(one.root, other.root)
     except _Differ:
         return False
     return True
+
+
+def _find_returned(record: ForwardRecord) -> dict[int, Ref]:
+    """Return the values that are the very tensors that operations were given, as those of dropout in evaluation, and
+    what these were, unless they are changed later."""
+    found, changed = dict[int, Ref](), set[int]()
+    for part in reversed(list(iterate_parts(record.root))):
+        if changed.isdisjoint(part.touches):
+            returned = record.unchanged.keys() & set(iterate_made_values(part))
+            found |= {index: record.unchanged[index] for index in returned}
+        changed |= part.mutates
+    for index in sorted(found):
+        before = found[index]
+        if isinstance(before, ValueRef):
+            found[index] = found.get(before.index, before)
+    return found
 
 
 def are_records_equal(one: ForwardRecord, other: ForwardRecord) -> bool:
@@ -93,24 +113,24 @@ def _list_numbers(record: ForwardRecord) -> list[int | None]:
 
 
 class _Merge:
-    def __init__(self, constants: list[Any], others: list[Any]) -> None:
+    def __init__(self, constants: list[Any], others: list[Any], returned: Mapping[int, Ref] = _NOTHING) -> None:
         place = {id(tensor): index for index, tensor in enumerate(constants)}
         self.constants = {index: place.get(id(tensor)) for index, tensor in enumerate(others)}
-        # Of `other` to those of `one`: several, where a module hands on what it is given in one mode only.
-        self.values: dict[int, frozenset[int]] = {}
-        self.known: dict[int, int | Argument] = {}  # the other way: never several
-        self.handed: dict[Argument, frozenset[int]] = {}  # arguments that modules hand on in `other`, to those of `one`
+        self.returned = returned  # of `other`
+        # Of `other` to those of `one`: several, where a module or dropout hands on what it is given in one mode only.
+        self.values: dict[Ref, frozenset[int]] = {}
+        self.known: dict[int, Ref] = {}  # the other way: never several
 
     def call(self, one: Call, other: Call) -> None:
         """_Differ if even what goes in and out is not the same."""
-        kept = dict(self.values), dict(self.known), dict(self.handed)
+        kept = dict(self.values), dict(self.known)
         try:
             self.body(one, other)
         except _Differ:
             if not one.path or one.outputs is None or other.outputs is None:
                 raise
             one.whole = one.whole or DIFFERS
-            self.values, self.known, self.handed = kept
+            self.values, self.known = kept
         if one.inputs is not None and other.inputs is not None:
             one.other = self.inputs(one.inputs, other.inputs)
         if one.outputs is not None and other.outputs is not None:
@@ -148,26 +168,30 @@ class _Merge:
         if spec != other_spec:
             raise _Differ
         for left, right in zip(a, b, strict=True):
-            if isinstance(left, ValueRef) and isinstance(right, ValueRef):
-                if self.known.setdefault(left.index, right.index) != right.index:
+            original = self.find_original(right)
+            if isinstance(left, ValueRef) and isinstance(right, ValueRef | Argument):
+                if self.known.setdefault(left.index, original) != original:
                     raise _Differ
-                self.values[right.index] = self.values.get(right.index, frozenset()) | {left.index}
-            elif isinstance(left, ValueRef) and isinstance(right, Argument):
-                if self.known.setdefault(left.index, right) != right:
-                    raise _Differ
-                self.handed[right] = self.handed.get(right, frozenset()) | {left.index}
-            elif is_reference(left) != is_reference(right) or (is_reference(left) and left != right):
+                self.values[original] = self.values.get(original, frozenset()) | {left.index}
+            elif is_reference(left) != is_reference(right) or (is_reference(left) and left != original):
                 raise _Differ
+
+    def find_original(self, ref: Any) -> Any:
+        """Return the reference of a tensor of `other` before operations have returned it as it was."""
+        return self.returned.get(ref.index, ref) if isinstance(ref, ValueRef) else ref
 
     def translate(self, leaf: Any, like: Any) -> Any:
         """A leaf of `other` in the words of `one`, where `like` is in its place."""
-        if isinstance(leaf, ValueRef):
-            if leaf.index not in self.values:
+        leaf = self.find_original(leaf)
+        if isinstance(leaf, ValueRef | Argument | Weight):
+            names = self.values.get(leaf, frozenset())
+            if isinstance(like, ValueRef) and like.index in names:
+                return like
+            if not isinstance(leaf, ValueRef):
+                return leaf
+            if not names:
                 raise _Differ
-            names = self.values[leaf.index]
-            return like if isinstance(like, ValueRef) and like.index in names else ValueRef(min(names))
-        if isinstance(leaf, Argument):
-            return like if isinstance(like, ValueRef) and like.index in self.handed.get(leaf, ()) else leaf
+            return ValueRef(min(names))
         if isinstance(leaf, Constant):
             index = self.constants[leaf.index]
             if index is None:

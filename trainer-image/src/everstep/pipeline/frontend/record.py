@@ -8,7 +8,7 @@ from typing import Any
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.attributes import AttributeRead, Key, Reader
-from everstep.pipeline.frontend.refs import Template, ValueRef, iterate_references
+from everstep.pipeline.frontend.refs import Ref, Template, ValueRef, iterate_references
 from everstep.pipeline.frontend.sizes import Shape, Sizes, symbols_of
 
 SizePlace = tuple[str, tuple[Any, ...], int]  # an argument, the path to a tensor in it, and a dimension of that
@@ -163,6 +163,7 @@ class ForwardRecord:
     sizes: Sizes
     device: Any
     values: list[TensorInfo] = field(default_factory=list)
+    unchanged: dict[int, Ref] = field(default_factory=dict)  # values that are tensors from before, and what they were
     weights: dict[str, Any] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)
     aliases: dict[int, str] = field(default_factory=dict)

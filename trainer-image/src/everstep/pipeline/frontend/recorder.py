@@ -122,6 +122,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.record.reads, self.record.left = self.attributes.found, self.attributes.left
         self.record.modes, self.record.given_reads = self.attributes.modes, self.attributes.given
         self.record.values = [self._describe(tensor) for tensor in self._made]
+        self.record.unchanged = self._renames.find_unchanged()
         self.record.made = self.sizes.find_made_places(self._made)
         for found in self.record.arguments.values():
             for path, tensor in found.items():

@@ -33,6 +33,12 @@ class Renames:
         self._found.append((tensor, self._refs.get(tensor), is_changed))
         self._refs[tensor] = ref
 
+    def find_unchanged(self) -> dict[int, Ref]:
+        """Return by the number of a value what its tensor was before, where an operation only returned it."""
+        return {
+            number: ref for number, (_, ref, is_changed) in enumerate(self._found) if ref is not None and not is_changed
+        }
+
     def undo(self, count: int) -> None:
         """Forget all values but the first ones: their makers are not recorded. What was another before is it again."""
         while len(self._found) > count:
