@@ -162,6 +162,41 @@ def test_stages_of_a_pipeline_have_names_of_the_whole_model() -> None:
         assert len(mine.tensors) == len(held) * 8
 
 
+def test_a_stage_without_a_parameter_of_a_group_has_the_group_s_options_too() -> None:
+    """Else its scheduler goes on from another learning rate than those of the other stages."""
+
+    def make(held: str) -> tuple[dict[str, object], Any]:
+        stages = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in held]
+        rates = {"a": 0.01, "b": 0.1, "c": 1.0}
+        params = {name: [each for stage in stages if name in stage for each in stage.parameters()] for name in rates}
+        optimizer = torch.optim.SGD([{"params": params[name], "lr": rates[name]} for name in rates], lr=9.0)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        return {"model": stages, "optimizer": optimizer, "scheduler": scheduler}, optimizer
+
+    before, optimizer = make("abc")
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    flat = flatten_objects(before, rank=0)
+    for held in ("a", "bc", "cb"):
+        after, optimizer = make(held)
+        assert restore(flat, after) == []
+        assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.05, 0.5]
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2 * (name in held) for name in "abc"]
+
+
+def test_a_place_at_which_stages_had_different_options_says_nothing_of_an_empty_group() -> None:
+    nets = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in "ab"]
+    rates = {"a": 0.01, "b": 0.1}
+    every = [
+        flatten_objects({"model": net, "optimizer": torch.optim.SGD([*net.parameters()], lr=rates[name])}, rank=0)
+        for net, name in zip(nets, "ab", strict=True)
+    ]
+    both = Flat(every[0].tensors | every[1].tensors, every[0].values | every[1].values)
+    empty = torch.optim.SGD([{"params": []}], lr=5.0)
+    assert restore(both, {"model": nets, "optimizer": empty}) == []
+    assert [group["lr"] for group in empty.param_groups] == [5.0]
+
+
 def actor_and_critic() -> dict[str, object]:
     actor, critic = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()])

@@ -196,7 +196,8 @@ def load_into(
     Where an object is sharded (a DTensor is in it), all ranks of its mesh call this together, and all take the same
     checkpoint: one that is bad for any of them is passed over by all. A mesh that is cut out of another stands for that
     one. Whatever is not sharded, a replica under DDP or a stage of a pipeline without DTensors, each rank loads by
-    itself, and may fall back by itself: give all of them one key as `step`, as that of the rank which loads first.
+    itself, and may fall back by itself: give all of them one key as `step`, as that of the rank which loads first. A
+    stage needs strict=False, since the tensors of the others are only in the checkpoint.
 
     Args:
         uri: A folder or a URL, as given to everstep.checkpointer(). It may be one that can only be read.

@@ -12,11 +12,14 @@ from everstep.checkpoint.state.module_metadata import find_unusual, set_metadata
 from everstep.checkpoint.state.structure import KIND, build_structure
 
 EXTRA_STATE = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
+_OF_PIPELINES = frozenset({"steps", "loss_scale", "good"})  # the keys of a pipeline's own extra state
 _ITEM = re.compile(r"\.(?=[#\[(])")  # before what no name within a module is: an item of a list that a module says
 
 
 def build_module_state(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return what the state_dict() of a module was.
+    """Return what the state_dict() of a module was, and of a pipeline what that of its model is.
+
+    The extra state of a pipeline is left out: its model has none, and would not load it. A restore reads it by name.
 
     Args:
         leaves: By their names below the module.
@@ -34,6 +37,8 @@ def build_module_state(leaves: Mapping[str, Any], descriptions: Mapping[str, Any
             tensors[names.to_module(name)] = leaf
     state = OrderedDict(tensors)
     for name, each in nested.items():
+        if tensors and name.endswith("_extra_state") and each.keys() == _OF_PIPELINES:
+            continue
         state[names.to_module(name)] = build_structure(each, descriptions.get(names.join_segments(name, KIND)))
     if (unusual := find_unusual(descriptions)) is not None:
         set_metadata(state, unusual)

@@ -49,6 +49,7 @@ from everstep.checkpoint.state.param_holders import describe_holders, find_moved
 from everstep.checkpoint.state.param_options import (
     PLACES,
     digest_options,
+    find_options_of_places,
     holds_tensor,
     name_params,
     pack_options,
@@ -366,9 +367,10 @@ class OptimizerObject:
         state |= self._states_of_others(saved)
         whole: dict[str, Any] = saved.below("more").nested(tensors, saved.description) if saved.below("more") else {}
         filled: dict[int, Any] = {}
+        of_all, of_places = self._name_all_of_groups(), find_options_of_places(saved.values)
         groups = [
-            self._group(group, of_group, saved, filled)
-            for group, of_group in zip(self._optimizer.param_groups, self._name_all_of_groups(), strict=True)
+            self._group(group, of_all[number], of_places.get(f"{number}-{len(of_all)}"), saved, filled)
+            for number, group in enumerate(self._optimizer.param_groups)
         ]
         known = {place: leave_out_others(own) for place, own in state.items()}
         self._optimizer.load_state_dict({**join_state(known, whole), "param_groups": groups})
@@ -388,12 +390,12 @@ class OptimizerObject:
         return self.name_groups()
 
     def _group(
-        self, group: dict[str, Any], of_group: Collection[str], saved: Saved, filled: dict[int, Any]
+        self, group: dict[str, Any], of_group: Collection[str], at_place: Any, saved: Saved, filled: dict[int, Any]
     ) -> dict[str, Any]:
         places = self._places(group)
         loaded = {key: value for key, value in group.items() if key != "params"}
         digests = (saved.values.get(names.join_segments(_GROUPS, name)) for name in of_group)
-        digest = next((each for each in digests if each is not None), None)
+        digest = next((each for each in digests if each is not None), None if of_group else at_place)
         if digest is not None:
             for key, value in saved.value(names.join_segments(_OPTIONS, str(digest))).items():
                 if key in _HOW and key in loaded:

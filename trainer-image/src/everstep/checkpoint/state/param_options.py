@@ -91,6 +91,25 @@ def digest_options(options: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(packed, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def find_options_of_places(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digest of the options that each group had when saved, by its place as `<number>-<count>`.
+
+    A rank that has no parameter of a group, as one stage of a pipeline has no embedding, finds its options here: a
+    scheduler on that rank goes on from them, and its numbers are compared with those of the others. A place at which
+    ranks had groups with different options is left out.
+
+    Args:
+        values: Of a checkpoint, by their names below the optimizer.
+    """
+    found: dict[str, set[Any]] = defaultdict(set)
+    for name in values:
+        kind, _, rest = name.partition(".")
+        if kind == PLACES:
+            param, _, place = rest.rpartition(".")
+            found[place].add(values.get(names.join_segments(PARAM_GROUPS, param)))
+    return {place: next(iter(each)) for place, each in found.items() if len(each) == 1}
+
+
 def name_params(known: Sequence[str], group: int, given: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
     """Yield names below the optimizer and values that keep the order of a group, and the names that it was given.
 
