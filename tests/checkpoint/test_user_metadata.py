@@ -142,6 +142,26 @@ def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
     settled(tmp_path, [6, 8, 9])
 
 
+@pytest.mark.parametrize("noted", [{"val_loss": 0.5}, {"loss": "0.5"}, {"loss": True}, {}])
+def test_a_run_that_keeps_the_best_by_what_no_checkpoint_has_is_warned_once(
+    noted: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its best would be removed without a word."""
+    with session(tmp_path, keep_last=1, keep_best=2) as ckpt:
+        ckpt.track(model=Model())
+        for step in (1, 2, 3):
+            ckpt.save(step, metadata=noted)
+    told = [each for each in caplog.messages if "keep_best keeps none" in each]
+    assert len(told) == 1
+    assert "none of the 2 checkpoints of this session has a number called 'loss'" in told[0]
+
+
+def test_a_run_that_has_measured_once_is_not_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, {1: torch.tensor(0.5), 2: None, 3: None, 4: None}, keep_last=1, keep_best=1)
+    save(tmp_path, {5: None, 6: None}, keep_last=1)
+    assert "keep_best" not in caplog.text
+
+
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 4)])
 def test_a_person_who_prunes_may_keep_the_best_too(mode: Any, best: int, tmp_path: Path) -> None:
     save(tmp_path, {1: 0.5, 2: 0.125, 3: 0.25, 4: 0.75, 5: None, 6: 0.625}, keep_last=9)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from everstep.checkpoint.catalog.best import Mode
 from everstep.checkpoint.format import checksum as checksums
 from everstep.checkpoint.session.arguments import DEFAULT_EVERY, check_argument
+from everstep.checkpoint.session.best_metric import Note, warn_of_missing_metric
 from everstep.checkpoint.session.job_arguments import fill_arguments
 
 if TYPE_CHECKING:
@@ -149,6 +150,11 @@ class SessionArguments:
         if checked["every"] is None and checked["every_steps"] is None:
             checked["every"] = DEFAULT_EVERY
         return cls(**checked)
+
+    def watch_metadata(self, note: Note) -> Note:
+        """Return the function that makes metadata, with a warning where no checkpoint has the number of `keep_best`."""
+        kept = self.retention
+        return note if kept.keep_best is None else warn_of_missing_metric(note, kept.best_metric, self.keep_last)
 
     def describe_for_writer(self) -> dict[str, Any]:
         """Return what the writer process is told of a session, by the fields of its configuration."""
