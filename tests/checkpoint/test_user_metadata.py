@@ -162,6 +162,22 @@ def test_a_run_that_has_measured_once_is_not_warned(tmp_path: Path, caplog: pyte
     assert "keep_best" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("steps", "told"), [([3, 8, 12], "none is saved at step 5: the saves are at 3 and 8"), ([3, 5, 7, 10, 11], "")]
+)
+def test_a_run_whose_saves_miss_the_steps_that_are_to_stay_is_warned_once(
+    steps: list[int], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With every="10m" a save meets none of these steps but by chance."""
+    with session(tmp_path, keep_last=1, keep_every=5) as ckpt:
+        ckpt.track(model=Model())
+        for step in steps:
+            ckpt.save(step)
+    found = [each for each in caplog.messages if "keep_every" in each]
+    assert len(found) == bool(told)
+    assert told in "".join(found)
+
+
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 4)])
 def test_a_person_who_prunes_may_keep_the_best_too(mode: Any, best: int, tmp_path: Path) -> None:
     save(tmp_path, {1: 0.5, 2: 0.125, 3: 0.25, 4: 0.75, 5: None, 6: 0.625}, keep_last=9)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from everstep.checkpoint.catalog.best import Mode
 from everstep.checkpoint.format import checksum as checksums
 from everstep.checkpoint.session.arguments import DEFAULT_EVERY, check_argument
-from everstep.checkpoint.session.best_metric import Note, warn_of_missing_metric
 from everstep.checkpoint.session.job_arguments import fill_arguments
+from everstep.checkpoint.session.retention_warnings import Note, warn_of_missed_multiple, warn_of_missing_metric
 
 if TYPE_CHECKING:
     from everstep.checkpoint.save.save_coordinator import Policy
@@ -152,9 +152,11 @@ class SessionArguments:
         return cls(**checked)
 
     def watch_metadata(self, note: Note) -> Note:
-        """Return the function that makes metadata, with a warning where no checkpoint has the number of `keep_best`."""
+        """Return the function that makes metadata, with warnings where retention keeps nothing of what it is to."""
         kept = self.retention
-        return note if kept.keep_best is None else warn_of_missing_metric(note, kept.best_metric, self.keep_last)
+        if kept.keep_best is not None:
+            note = warn_of_missing_metric(note, kept.best_metric, self.keep_last)
+        return note if kept.keep_every is None else warn_of_missed_multiple(note, kept.keep_every)
 
     def describe_for_writer(self) -> dict[str, Any]:
         """Return what the writer process is told of a session, by the fields of its configuration."""

@@ -1,6 +1,6 @@
-"""Warn of a run that keeps its best checkpoints by a number which none of them has.
+"""Warn of a run in which an option of retention keeps nothing, since what it asks for is in no checkpoint.
 
-Retention takes those for checkpoints without a number, and removes them as if nothing was to be kept.
+Retention takes those for checkpoints like others, and removes them as if nothing was to be kept.
 """
 
 from __future__ import annotations
@@ -46,5 +46,35 @@ def warn_of_missing_metric(note: Note, metric: str, count: int) -> Note:
                 metric,
             )
         return noted
+
+    return watch
+
+
+def warn_of_missed_multiple(note: Note, multiple: int) -> Note:
+    """Return a function of a step to its metadata that warns once, when a multiple lies between two saves.
+
+    Args:
+        note: What makes the metadata.
+        multiple: Checkpoints of such steps are kept.
+    """
+    last: int | None = None
+    has_warned = False
+
+    def watch(step: int) -> Mapping[str, Any]:
+        nonlocal last, has_warned
+        before, last = last, step
+        missed = (step - 1) // multiple * multiple
+        if before is not None and before < missed and not has_warned:
+            has_warned = True
+            _log.warning(
+                "keep_every=%d keeps checkpoints of steps that are a multiple of it, and none is saved at step %d: the "
+                "saves are at %d and %d, and are removed like others. Take a multiple of every_steps, and "
+                'policy="wait", or call save() at these steps',
+                multiple,
+                missed,
+                before,
+                step,
+            )
+        return note(step)
 
     return watch
