@@ -73,7 +73,15 @@ def test_what_is_no_object_is_refused_by_name(text: str) -> None:
 
 
 def test_words_of_a_newer_operator_are_left_alone() -> None:
-    assert filled({**JOB, "compression": "zstd"}) == JOB
+    environ = {"EVERSTEP_JOB": "digits", "EVERSTEP_CHECKPOINT": json.dumps({**JOB, "compression": "zstd"})}
+    assert fill_arguments(NOTHING, environ) == JOB
+
+
+@pytest.mark.parametrize("wrong", ["keepLast", "everySteps", "every_step", "keep_best"])
+def test_a_name_that_nobody_knows_is_refused_without_a_job(wrong: str) -> None:
+    """As a manifest spells it: the default would remove checkpoints that were to stay."""
+    with pytest.raises(ValueError, match=rf"EVERSTEP_CHECKPOINT has '{wrong}', and may have .*keep_last"):
+        filled({"store": "/data", wrong: 9})
 
 
 def test_attempts_of_runs_on_one_machine_are_counted_by_what_is_in_the_store() -> None:

@@ -142,6 +142,42 @@ def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
     settled(tmp_path, [6, 8, 9])
 
 
+@pytest.mark.parametrize("noted", [{"val_loss": 0.5}, {"loss": "0.5"}, {"loss": True}, {}])
+def test_a_run_that_keeps_the_best_by_what_no_checkpoint_has_is_warned_once(
+    noted: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its best would be removed without a word."""
+    with session(tmp_path, keep_last=1, keep_best=2) as ckpt:
+        ckpt.track(model=Model())
+        for step in (1, 2, 3):
+            ckpt.save(step, metadata=noted)
+    told = [each for each in caplog.messages if "keep_best keeps none" in each]
+    assert len(told) == 1
+    assert "none of the 2 checkpoints of this session has a number called 'loss'" in told[0]
+
+
+def test_a_run_that_has_measured_once_is_not_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, {1: torch.tensor(0.5), 2: None, 3: None, 4: None}, keep_last=1, keep_best=1)
+    save(tmp_path, {5: None, 6: None}, keep_last=1)
+    assert "keep_best" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"), [([3, 8, 12], "none is saved at step 5: the saves are at 3 and 8"), ([3, 5, 7, 10, 11], "")]
+)
+def test_a_run_whose_saves_miss_the_steps_that_are_to_stay_is_warned_once(
+    steps: list[int], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With every="10m" a save meets none of these steps but by chance."""
+    with session(tmp_path, keep_last=1, keep_every=5) as ckpt:
+        ckpt.track(model=Model())
+        for step in steps:
+            ckpt.save(step)
+    found = [each for each in caplog.messages if "keep_every" in each]
+    assert len(found) == bool(told)
+    assert told in "".join(found)
+
+
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 4)])
 def test_a_person_who_prunes_may_keep_the_best_too(mode: Any, best: int, tmp_path: Path) -> None:
     save(tmp_path, {1: 0.5, 2: 0.125, 3: 0.25, 4: 0.75, 5: None, 6: 0.625}, keep_last=9)

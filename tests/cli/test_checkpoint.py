@@ -156,9 +156,22 @@ def test_prune_keeps_the_newest_good_one(everstep: Everstep, run: Store, tmp_pat
 def test_prune_takes_how_many_of_the_best_stay(everstep: Everstep, run: Store) -> None:
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1", "--keep-best", "1", "--best-mode", "most")
     assert (done.returncode, "--best-mode most: give min or max" in done.stderr) == (2, True)
-    options = ["--keep-best", "1", "--best-metric", "accuracy", "--best-mode", "max"]
+    options = ["--best-metric", "accuracy", "--best-mode", "max"]
     done = everstep("checkpoint", "prune", "run", "--keep-last", "2", *options)
-    assert (done.returncode, done.stdout) == (0, "0.1-10 is removed\n"), "nobody noted this number"
+    assert (done.returncode, "give --keep-best" in done.stderr) == (2, True)
+    assert list_candidates(run) == [key(30), key(20), key(10)]
+
+
+def test_prune_removes_nothing_where_no_checkpoint_has_the_number_of_the_best(everstep: Everstep, run: Store) -> None:
+    options = ["--keep-best", "1", "--best-metric", "accuracy", "--best-mode", "max"]
+    for more in ([], ["--dry-run"]):
+        done = everstep("checkpoint", "prune", "run", "--keep-last", "2", *options, *more)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "none of 3 checkpoints has a number called 'accuracy' in its metadata; there are" in done.stderr
+        assert "nothing is removed" in done.stderr
+    assert list_candidates(run) == [key(30), key(20), key(10)]
+    done = everstep("checkpoint", "prune", "run", "--keep-last", "3", *options)
+    assert (done.returncode, done.stdout) == (0, ""), "none would go"
 
 
 def test_prune_believes_no_mark(everstep: Everstep, run: Store, tmp_path: Path) -> None:

@@ -203,8 +203,12 @@ def prune(
     keep_best: Annotated[
         int | None, typer.Option("--keep-best", min=1, help="Keep this many of the best by --best-metric too.")
     ] = None,
-    best_metric: Annotated[str, typer.Option("--best-metric", help="Name of a number in the metadata.")] = "loss",
-    best_mode: Annotated[str, typer.Option("--best-mode", help="Which value is the best: min or max.")] = "min",
+    best_metric: Annotated[
+        str | None, typer.Option("--best-metric", help="Name of a number in the metadata; by default loss.")
+    ] = None,
+    best_mode: Annotated[
+        str | None, typer.Option("--best-mode", help="Which value is the best: min (default) or max.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     threads: ThreadsOption = 4,
 ) -> None:
@@ -224,9 +228,17 @@ def prune(
     from everstep.cli.terminal import make_stderr, make_stdout
     from everstep.cli.transfer import show_transfer
 
-    if best_mode not in ("min", "max"):
+    if best_mode not in (None, "min", "max"):
         raise CliError(f"--best-mode {best_mode}: give min or max", 2)
-    best = None if keep_best is None else KeepBest(keep_best, best_metric, "min" if best_mode == "min" else "max")
+    if keep_best is None and (best_metric or best_mode):
+        raise CliError(
+            "--best-metric and --best-mode say which are the best: give --keep-best, how many of them stay", 2
+        )
+    best = (
+        None
+        if keep_best is None
+        else KeepBest(keep_best, best_metric or "loss", "max" if best_mode == "max" else "min")
+    )
     with translate_errors():
         store = open_named_store(uri)
         list_matching_keys(store, None)

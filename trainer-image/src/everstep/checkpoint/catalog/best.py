@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -37,6 +37,15 @@ def rank_by_metric(metadata: Iterable[tuple[Key, Mapping[str, Any]]], metric: st
     return [key for _, key in sorted(newest_first, key=lambda each: each[0])]
 
 
+def explain_missing_metric(metadata: Collection[Mapping[str, Any]], metric: str) -> str:
+    """Return that no checkpoint has a metric, and what they have instead; for a message."""
+    names = sorted({name for noted in metadata for name in noted})
+    return (
+        f"none of {len(metadata)} checkpoints has a number called {metric!r} in its metadata; there are "
+        f"{', '.join(names) or 'no metadata at all'}"
+    )
+
+
 @dataclass
 class KeepBest:
     """Retention that keeps the `count` best by `metric` beside the newest; those without the metric do not count."""
@@ -61,6 +70,10 @@ class KeepBest:
         marked = [(key, noted[key]) for key in found.marked(noted)]
         whole = (key for key in rank_by_metric(marked, self.metric, self.mode) if found.is_whole(key))
         return kept | set(islice(whole, self.count))
+
+    def explain_missing(self, found: VerifiedCheckpoints, keys: Iterable[Key]) -> str:
+        """Return that none of the keys has the metric, and what they have instead."""
+        return explain_missing_metric([self._read(found, key) for key in keys], self.metric)
 
     def _read(self, found: VerifiedCheckpoints, key: Key) -> Mapping[str, Any]:
         if key not in self._noted:

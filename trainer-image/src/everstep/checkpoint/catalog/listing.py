@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.checkpoint.catalog.best import Mode, rank_by_metric
+from everstep.checkpoint.catalog.best import Mode, explain_missing_metric, rank_by_metric
 from everstep.checkpoint.catalog.candidates import list_candidates, read_index
 from everstep.checkpoint.catalog.verification import VerifiedCheckpoints
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, UnknownFormat
@@ -110,9 +110,6 @@ def best(
                 read_index(store, each.key)  # raises what it says
     ranked = rank_by_metric(((each.key, each.metadata) for each in found), metric, mode)
     if not ranked:
-        names = sorted({name for each in found for name in each.metadata})
-        raise CheckpointError(
-            f"none of {len(found)} checkpoints has a number called {metric!r} in its metadata; there are "
-            f"{', '.join(names) or 'no metadata at all'}: give it to save(step, metadata={{{metric!r}: …}})"
-        )
+        why = explain_missing_metric([each.metadata for each in found], metric)
+        raise CheckpointError(f"{why}: give it to save(step, metadata={{{metric!r}: …}})")
     return ranked[0]

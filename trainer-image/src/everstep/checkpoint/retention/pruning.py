@@ -80,7 +80,8 @@ def prune_by_hand(
         on_bytes: Called with the bytes that were read since, from any thread.
 
     Raises:
-        CheckpointError: Others remove checkpoints faster than they can be held.
+        CheckpointError: Others remove checkpoints faster than they can be held; or some would go, and none has the
+            number by which the best are kept.
         StoreError: The store did not do it; what is left is found by the next call.
     """
     with HeldCheckpoints(found.store) as held:
@@ -110,6 +111,8 @@ def prune_by_hand(
         leased = {key for key, until in leases.list_leases(found.store).values() if until > now}
         best = set() if keep_best is None else keep_best.select(found, keys)
         stay = set(keys) - set(retention.plan_retention(keys, leased | best, verified, keep_last, keep_every))
+        if keep_best is not None and not best and len(stay) < len(keys):
+            raise CheckpointError(f"{keep_best.explain_missing(found, keys)}: nothing is removed")
         needed = best | find_needed_checkpoints(stay, found.needs)
         if dry_run:
             leased |= needed

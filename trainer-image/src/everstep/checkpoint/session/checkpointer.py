@@ -414,7 +414,7 @@ class Checkpointer:
     def _saver(self, node: WriterConnection) -> Saver:
         assert self._objects is not None
         saver = Saver(self._objects, self._topology, self._group, node, self._how)
-        saver.note, saver.received = self._note, self._received
+        saver.note, saver.received = self._asked.watch_metadata(self._note), self._received
         try:
             self._group.run_on_all_ranks(saver.prepare)
         except BaseException:

@@ -18,7 +18,8 @@ DEFAULT_FOLDER = "checkpoints"
 DEFAULT_KEEP_LAST = 3
 _INTERVAL = frozenset({"every", "every_steps"})
 _NAMES = frozenset({"keep_last"}) | _INTERVAL
-_SAID = _NAMES | {"store", "missing"}  # why the job has no store
+_BY_HAND = _NAMES | {"store"}
+_SAID = _BY_HAND | {"missing"}  # why the job has no store
 
 
 def fill_arguments(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def fill_arguments(given: Mapping[str, Any], environ: Mapping[str, str] = os.env
         environ: The environment of this process.
 
     Raises:
-        ValueError: EVERSTEP_CHECKPOINT is not a JSON object.
+        ValueError: EVERSTEP_CHECKPOINT is not a JSON object, or has unknown names.
         CheckpointError: Neither the script nor the job names a store, and the nodes share no folder.
     """
     filled = dict(given)
@@ -52,7 +53,7 @@ def read_job_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
         environ: The environment of this process.
 
     Raises:
-        ValueError: It is not a JSON object. What it holds besides is a newer operator's, and left alone.
+        ValueError: It is not a JSON object, or has other names. In a job these are a newer operator's, and left alone.
     """
     text = environ.get(VARIABLE, "")
     if not text:
@@ -63,6 +64,11 @@ def read_job_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
         said = None
     if not isinstance(said, dict):
         raise ValueError(f'{VARIABLE} is {text!r}, and must be a JSON object, as {{"store": "s3://bucket/run"}}')
+    if not environ.get("EVERSTEP_JOB") and (unknown := said.keys() - _SAID):
+        raise ValueError(
+            f"{VARIABLE} has {', '.join(sorted(map(repr, unknown)))}, and may have {', '.join(sorted(_BY_HAND))}: each "
+            "is spelled as an argument of everstep.checkpointer()"
+        )
     return {name: said[name] for name in _SAID & said.keys()}
 
 
@@ -73,7 +79,7 @@ def has_checkpoint_store() -> bool:
         False in a job of several nodes whose manifest names neither a store nor a volume in `spec.checkpoint`.
 
     Raises:
-        ValueError: EVERSTEP_CHECKPOINT is not a JSON object.
+        ValueError: EVERSTEP_CHECKPOINT is not a JSON object, or has unknown names.
     """
     try:
         return bool(find_default_store(os.environ))
@@ -89,7 +95,7 @@ def find_default_store(environ: Mapping[str, str]) -> str:
         environ: The environment of this process.
 
     Raises:
-        ValueError: EVERSTEP_CHECKPOINT is not a JSON object.
+        ValueError: EVERSTEP_CHECKPOINT is not a JSON object, or has unknown names.
         CheckpointError: The job has several nodes, which share no folder.
     """
     said = read_job_arguments(environ)

@@ -14,6 +14,7 @@ from everstep.checkpoint.catalog.best import Mode
 from everstep.checkpoint.format import checksum as checksums
 from everstep.checkpoint.session.arguments import DEFAULT_EVERY, check_argument
 from everstep.checkpoint.session.job_arguments import fill_arguments
+from everstep.checkpoint.session.retention_warnings import Note, warn_of_missed_multiple, warn_of_missing_metric
 
 if TYPE_CHECKING:
     from everstep.checkpoint.save.save_coordinator import Policy
@@ -149,6 +150,13 @@ class SessionArguments:
         if checked["every"] is None and checked["every_steps"] is None:
             checked["every"] = DEFAULT_EVERY
         return cls(**checked)
+
+    def watch_metadata(self, note: Note) -> Note:
+        """Return the function that makes metadata, with warnings where retention keeps nothing of what it is to."""
+        kept = self.retention
+        if kept.keep_best is not None:
+            note = warn_of_missing_metric(note, kept.best_metric, self.keep_last)
+        return note if kept.keep_every is None else warn_of_missed_multiple(note, kept.keep_every)
 
     def describe_for_writer(self) -> dict[str, Any]:
         """Return what the writer process is told of a session, by the fields of its configuration."""
