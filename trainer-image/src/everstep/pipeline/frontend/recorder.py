@@ -103,8 +103,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.record = ForwardRecord(Call("", 0, model, 0, model.training), sizes, device)
         self.record.weights = dict(model.named_parameters())
         self.record.weights |= {name: each for name, each in model.named_buffers() if name not in self.record.weights}
-        for name, weight in self.record.weights.items():
-            self._refs[id(weight)] = Weight(name)
+        self._refs.update({id(weight): Weight(name) for name, weight in self.record.weights.items()})
         named = [(name, each) for name, each in model.named_parameters() if each.layout is torch.strided]
         self._memory = {_get_storage_key(each): name for name, each in named}
 
