@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,22 @@ def test_what_the_trainer_saves_on_sigterm_is_published(tmp_path: Path) -> None:
     paths = ranks.run(1, train_until_sigterm, tmp_path / "store", tmp_path / "out")
     assert paths == [str(tmp_path / "out" / "checkpoint-6")]
     assert saved_steps(tmp_path / "store") == [6, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("step", "epoch", "warns"), [(25, 2.5, True), (20, 2.0, False), (10, 1.5, False), (0, 0, False)]
+)
+def test_a_training_that_has_made_its_last_step_within_an_epoch_warns_of_one_more(
+    step: int, epoch: float, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from everstep.checkpoint.adapters.huggingface import EverstepCallback
+
+    state = SimpleNamespace(
+        global_step=step, max_steps=max(step, 20), epoch=epoch, is_world_process_zero=True, trial_params=None
+    )
+    arguments = SimpleNamespace(output_dir=str(tmp_path / "out"))
+    EverstepCallback(tmp_path / "store", tmp_path / "out").on_train_begin(arguments, state, None)
+    assert ("makes one more each time" in caplog.text) == warns
 
 
 def train_a_trial(rank: int, store: Path, output: Path) -> None:

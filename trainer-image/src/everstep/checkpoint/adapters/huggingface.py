@@ -98,6 +98,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._check_folder(args)
         self._hand_over()
         if state.is_world_process_zero:
+            _warn_of_one_more_step(state)
             self._published.begin_training()
         self._known = self._find_written()
 
@@ -213,6 +214,16 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         new = path / f".everstep-{secrets.token_hex(4)}"
         new.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         new.replace(path / TRAINER_STATE_NAME)
+
+
+def _warn_of_one_more_step(state: Any) -> None:
+    """Warn where the Trainer would train on though it has made its last step: within an epoch it looks after a step."""
+    if state.global_step >= state.max_steps and state.epoch is not None and state.epoch % 1:
+        _log.warning(
+            "this training has made its last step, %d, within an epoch: the Trainer makes one more each time that it "
+            "is started again. Load the model from the folder of that step, and do not call train()",
+            state.max_steps,
+        )
 
 
 def _is_of_trial(state: Any) -> bool:
