@@ -12,6 +12,9 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.grouping import group_options  # noqa: E402
 
@@ -109,3 +112,21 @@ def test_attention_with_a_shared_table_draws_the_same_wherever_the_model_is_cut(
     whole = ranks.run(2, _train, 0.5, {"stage_of": {"encoder": 0, "head": 1}})[0]
     cut = ranks.run(3, _train, 0.5, {"stages": 3})[0]
     assert whole == pytest.approx(cut, rel=1e-12)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_blocks_with_a_shared_module_are_in_the_stages_that_are_asked_for(first: int) -> None:
+    """Its later calls have names below the first block's, and are made by the others."""
+    found = trace_model(Texts(0.0), {"x": batch(0)[0]})
+    wanted = {f"encoder.blocks.{block}": int(block >= first) for block in range(BLOCKS)}
+    stages = split_model(found, wanted)
+    assert len(stages) == 2
+    for name, stage in wanted.items():
+        own = [each for each, _ in stages[stage].module.named_parameters() if each.startswith(name)]
+        assert own, name
+
+
+def test_a_block_is_never_in_a_lower_stage_than_what_it_uses() -> None:
+    found = trace_model(Texts(0.0), {"x": batch(0)[0]})
+    with pytest.raises(PipelineError, match=r"'encoder.blocks.1.* cannot be in stage 0"):
+        split_model(found, {"encoder.blocks.0": 1, "encoder.blocks.1": 0, "head": 1})

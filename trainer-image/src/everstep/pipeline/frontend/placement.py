@@ -93,7 +93,7 @@ def complete_placement(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, i
                 if found[name] < lowest:
                     found[name], changed = lowest, True
     for name, wanted in chosen.items():
-        if found[name] != wanted:
+        if found[name] != wanted and not _is_later_call(name, stage_of):
             raise PipelineError(
                 f"{name!r} cannot be in stage {wanted}: it uses values of stage {found[name]}, or must be where "
                 "something of that stage is; values flow to higher stages only"
@@ -117,6 +117,15 @@ def _resolve_placement(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, i
     if unknown:
         raise PipelineError(f"no node is called {', '.join(map(repr, sorted(unknown)))}: {_list_known_names(graph)}")
     return chosen
+
+
+def _is_later_call(name: str, stage_of: Mapping[str, int]) -> bool:
+    """Tell whether a node is a later call of a module inside one that has a stage, as a dropout that several blocks
+    share: another module calls it, which may be in a higher stage."""
+    if name in stage_of:
+        return False
+    prefix = max((each for each in stage_of if is_inside(name, each)), key=len)
+    return "@" in name[len(prefix) + 1 :]
 
 
 def _list_known_names(graph: Graph) -> str:
