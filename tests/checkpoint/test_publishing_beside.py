@@ -172,6 +172,23 @@ def newest_text(published: Published, folder: Path) -> str:
     return (found / "model").read_text()
 
 
+@pytest.mark.parametrize("again", ["the same one", "another one"])
+def test_a_training_that_was_interrupted_and_is_begun_again_goes_on_from_its_last_save(
+    again: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a cell of a notebook that is run again after Ctrl-C, while the save is still being stored."""
+    published, store = held_published(tmp_path)
+    published.publish(written(tmp_path / "out", 1), 1)
+    assert store.begun.wait(PATIENCE)
+    second = published if again == "the same one" else Published(tmp_path / "store")
+    threading.Timer(0.2, store.gate.set).start()
+    found = second.newest(lambda key: tmp_path / "back" / str(key.step))
+    assert found is not None
+    assert found.name == "1"
+    assert not caplog.records
+    second.finish()
+
+
 def test_a_step_that_is_reached_again_is_saved_as_that_of_a_later_attempt(tmp_path: Path) -> None:
     published, keys = Published(tmp_path / "store", keep_last=9), []
     published.on("saved", lambda event: keys.append(str(event.key)))
@@ -326,7 +343,8 @@ def test_a_second_hugging_face_training_leaves_alone_what_waits_of_the_first(tmp
     callback._published, store = held_published(tmp_path, keep_last=9)
     path = put_off(callback._published, tmp_path)
     arguments = SimpleNamespace(output_dir=str(tmp_path / "out"))
-    others = [arguments, SimpleNamespace(is_world_process_zero=True), SimpleNamespace()]
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=9, epoch=0)
+    others = [arguments, state, SimpleNamespace()]
     callback.on_train_begin(*others)
     (path / "optimizer").write_text("of the second")
     store.gate.set()

@@ -121,6 +121,13 @@ class BackgroundPublisher:
                 if held is not None:
                     _part_files(held)
 
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is being stored; return whether that is so. In a child that was forked, nothing is."""
+        if self._registered not in (None, os.getpid()):
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._works, timeout_seconds)
+
     def finish(self, timeout_seconds: float) -> None:
         """Wait until all that was submitted is in the store; in a child that was forked meanwhile, for nothing.
 

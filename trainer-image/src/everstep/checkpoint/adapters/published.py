@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from everstep.checkpoint.adapters.background import BackgroundPublisher, HeldFolder, clear_leftovers
 from everstep.checkpoint.catalog.candidates import list_candidates, read_index, read_manifest
@@ -40,9 +41,12 @@ _log = logging.getLogger("everstep.checkpoint")
 
 _STALE = 60.0  # seconds that a network mount may go on showing an old list of files
 _AGAIN = 0.2
+_INTERRUPTED_SECONDS = 60.0  # that a restore waits for the last save of a training before it, as the end of a process
 _COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
 
 T = TypeVar("T")
+
+_of_process: WeakSet[Published] = WeakSet()
 
 
 @dataclass
@@ -78,6 +82,7 @@ class Published:
         self._group: RankGroup | None = None
         self._events = Events() if events is None else events
         self._background = BackgroundPublisher(self._events.emit)
+        _of_process.add(self)
 
     def __reduce__(self) -> Any:
         """Return how a copy is made: of the same store, with the same callbacks, for a training of its own.
@@ -223,6 +228,7 @@ class Published:
             NoGoodCheckpoint: Some were published and none is good.
         """
         group = self._all()
+        group.run_on_first_rank(self._await_saves)
         bad: dict[str, str] = {}
         while True:
             key = group.run_on_first_rank(lambda: _find_next(self.store, bad))
@@ -242,6 +248,14 @@ class Published:
                 return into(key)
             self._events.emit(CheckpointEvent("fell_back", key, why))
             bad[str(key)] = why
+
+    def _await_saves(self) -> None:
+        """Wait for what is still being stored of a training in this process, as one that was interrupted in a notebook
+        and is begun again: its last save is to be gone on from."""
+        until = time.monotonic() + _INTERRUPTED_SECONDS
+        for each in [each for each in _of_process if each.store.url == self.store.url]:
+            if not each._background.wait(max(0.0, until - time.monotonic())):
+                _log.warning("the last save of the training before is still being stored, and is not waited for")
 
     def _fetch_needed(
         self,
