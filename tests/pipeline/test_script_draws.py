@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from torch import nn  # noqa: E402
 from everstep.pipeline.engine.engine import Engine  # noqa: E402
 from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.script_draws import ScriptDraws  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
+from everstep.pipeline.frontend.trace import Untraceable, trace_model  # noqa: E402
 from everstep.pipeline.frontend.tree import build_tree  # noqa: E402
 from everstep.pipeline.graph import stage_graph  # noqa: E402
 from everstep.pipeline.schedules import lower_schedule, make_schedule  # noqa: E402
@@ -27,6 +30,7 @@ pytestmark = pytest.mark.torch
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 GLOBAL = torch.Generator()
+NUMPY = np.random.default_rng(0)
 Draw = Callable[["Drawing"], float]
 
 
@@ -94,3 +98,43 @@ def test_a_recomputation_draws_the_same_and_draws_nothing_more(name: str) -> Non
 def test_a_recomputation_that_gives_something_else_is_refused_with_what_to_do(stage: int) -> None:
     with pytest.raises(PipelineError, match=rf"stage {stage} gives another value .* out of EngineOptions.recompute"):
         gradients(lambda module: torch.rand(1, generator=GLOBAL).item(), frozenset({stage}))
+
+
+def draw_beside() -> float:
+    return float(NUMPY.random())
+
+
+class InFunction(Drawing):
+    """Draws from a global generator in a function of its file."""
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * draw_beside()
+
+
+class InComprehension(Drawing):
+    """Draws from a global generator in a comprehension."""
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * sum(number * float(NUMPY.random()) for number in (1, 2))
+
+
+class InObject(Drawing):
+    """Draws from the generator of an object."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__(draw)
+        self.masker = SimpleNamespace(generator=np.random.default_rng(0))
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * float(self.masker.generator.random())
+
+
+@pytest.mark.parametrize("kind", [InFunction, InComprehension, InObject])
+def test_a_generator_is_found_in_code_beside_or_within_that_of_a_module_and_in_an_object(kind: Any) -> None:
+    model = kind(lambda module: 1.0).double()
+    with pytest.raises(Untraceable, match="Python's or numpy's random numbers"):
+        trace_model(model, {"x": X})
+    draws = ScriptDraws(model)
+    with draws.at(draws.get_state()):
+        expected = model(X)
+    assert torch.equal(model(X), expected)

@@ -1,7 +1,8 @@
 """Random numbers that a stage's code draws beside torch's default ones: a forward that is done again draws the same.
 
-Those of Python and numpy, and generators that modules have as attributes, are put back. What draws from others, as from
-a global variable, shows in the first recomputation: its results are compared with those of the first forward.
+Those of Python and numpy, and generators that modules, or objects in these, have as attributes, are put back. What
+draws from others, as from a global variable, shows in the first recomputation: its results are compared with those of
+the first forward.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pickle
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -37,10 +38,9 @@ class ScriptDraws:
         if numpy is not None:
             found.append(numpy)
             kinds += (numpy.Generator, numpy.RandomState)
-        for module in self._modules:
-            # By their types: an object may say that it has any attribute, as dictionaries with attributes do.
-            every = [each for each in vars(module).values() if isinstance(each, kinds)]
-            found += [each for each in every if not isinstance(each, random.SystemRandom)]  # which has no state
+        # By their types: an object may say that it has any attribute, as dictionaries with attributes do.
+        every = [each for each in _iterate_held(self._modules) if isinstance(each, kinds)]
+        found += [each for each in every if not isinstance(each, random.SystemRandom)]  # which has no state
         found += self._globals
         return [(each, _get_state(each)) for each in found]
 
@@ -62,19 +62,50 @@ class ScriptDraws:
                 _set_state(each, own)
 
 
+def _iterate_held(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Return the attributes of modules, and those of the objects in them."""
+    seen = set[int]()
+    for module in modules:
+        for each in vars(module).values():
+            yield each
+            if isinstance(each, nn.Module | torch.Tensor | type | ModuleType | FunctionType) or id(each) in seen:
+                continue
+            seen.add(id(each))
+            own = getattr(each, "__dict__", None)
+            if type(own) is dict:
+                yield from own.values()
+
+
 def _find_global_generators(modules: Sequence[nn.Module]) -> list[Any]:
-    """The generators that the code of these modules names as global variables."""
+    """The generators that the code of these modules, or of functions beside it that it calls, names as global
+    variables."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy.random")) is not None:
         kinds += (numpy.Generator, numpy.RandomState)
     found: dict[int, Any] = {}
     own = {each for module in modules for each in type(module).__mro__ if not each.__module__.startswith("torch.")}
-    for function in (each for kind in own for each in vars(kind).values() if isinstance(each, FunctionType)):
-        for name in function.__code__.co_names:
+    waiting = [each for kind in own for each in vars(kind).values() if isinstance(each, FunctionType)]
+    seen = set[FunctionType]()
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for name in _iterate_names(function.__code__):
             value = function.__globals__.get(name)
             if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
                 found[id(value)] = value
+            elif isinstance(value, FunctionType) and value.__globals__ is function.__globals__:  # of the same file
+                waiting.append(value)
     return list(found.values())
+
+
+def _iterate_names(code: CodeType) -> Iterator[str]:
+    """All names in code, and in that of functions and comprehensions within it."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _iterate_names(each)
 
 
 def compare_recomputation(stage: int, first: Mapping[str, list[Any]], again: Mapping[str, list[Any]]) -> None:
