@@ -11,6 +11,7 @@ import contextlib
 import pickle
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -21,6 +22,9 @@ from torch import nn
 from everstep.pipeline.errors import PipelineError
 
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}  # relative to the largest number; 0.2 for what is narrower
+
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, dict, OrderedDict, list, tuple, set, frozenset})
 
 
 class ScriptDraws:
@@ -63,10 +67,13 @@ class ScriptDraws:
 
 
 def _iterate_held(modules: Sequence[nn.Module]) -> Iterator[Any]:
-    """Return the attributes of modules, and those of the objects in them."""
+    """Return the attributes of modules, and those of the objects in them, but for what is plain: most of them are, and
+    they are looked at in each forward that is done again."""
     seen = set[int]()
     for module in modules:
         for each in vars(module).values():
+            if type(each) in _PLAIN:
+                continue
             yield each
             if isinstance(each, nn.Module | torch.Tensor | type | ModuleType | FunctionType) or id(each) in seen:
                 continue
