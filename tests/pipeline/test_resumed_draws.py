@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -137,14 +138,14 @@ def test_calls_that_draw_nothing_are_repeated_in_their_places() -> None:
 def test_a_backward_draws_its_own_numbers_also_after_its_forward_was_done_again() -> None:
     random, found, before = Random({}, torch.device("cpu"), 1), [], torch.get_rng_state()
     with random.kept():
-        for microbatch in (0, 1):
-            with random.of(microbatch):
+        for microbatch, stage in ((0, 0), (1, 0), (0, 1)):
+            with random.of(microbatch, stage=stage):
                 torch.rand(5)
-        for microbatch, draws in ((0, 0), (1, 0), (0, 5)):
-            with random.again(microbatch):
-                with random.of(microbatch) if draws else contextlib.nullcontext():
+        for microbatch, stage, draws in ((0, 0, 0), (0, 0, 5), (1, 0, 0), (0, 1, 0)):
+            with random.again(microbatch, stage=stage):
+                with random.of(microbatch, stage=stage) if draws else contextlib.nullcontext():
                     torch.rand(draws)
                 found.append(torch.rand(3))
-    assert torch.equal(found[0], found[2])
-    assert not torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[1])
+    assert not any(torch.equal(*each) for each in combinations(found[1:], 2))
     assert torch.equal(torch.get_rng_state(), before)

@@ -17,9 +17,10 @@ from torch import nn  # noqa: E402
 from everstep.pipeline.engine.engine import Engine  # noqa: E402
 from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
 from everstep.pipeline.frontend.script_draws import ScriptDraws  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
-from everstep.pipeline.frontend.trace import Untraceable, trace_model  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.frontend.tree import build_tree  # noqa: E402
 from everstep.pipeline.graph import stage_graph  # noqa: E402
 from everstep.pipeline.schedules import lower_schedule, make_schedule  # noqa: E402

@@ -226,7 +226,7 @@ class Random:
         seed = self._quiet = _scramble(self._base ^ self._hashes_of_stages[stage])
         self._generator.manual_seed(seed)
         log.next(seed)
-        log.backward = _scramble(self._base)
+        log.backward = _scramble(seed, 1)
 
     def _end_forward(self, microbatch: int, stage: int) -> None:
         """Warn of a module that draws, though it drew nothing in the first micro-batch of the step."""
