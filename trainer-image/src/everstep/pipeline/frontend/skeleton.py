@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -58,34 +60,44 @@ class Drawing(nn.Module):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
-def make_skeleton(model: nn.Module, modules: Iterable[str], owners: Iterable[str], weights: Iterable[str]) -> nn.Module:
-    """`modules` whole; of the `owners`, a skeleton each; the `weights` by their first names, wherever else they are.
+class Original:
+    """A model with all names of its modules and tensors, of which stages get their parts; it does not change
+    meanwhile."""
 
-    Everything is registered in the order of the model, and a shared weight or module under all of its names, so that it
-    has the same first name, and the same names in a state dictionary, in every stage. Random numbers follow from it.
-    """
-    whole = set(modules)
-    if "" in whole:
-        return model
-    whole |= _find_other_names(model, whole)
-    both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    names = [(name, id(tensor)) for each in both for name, tensor in each]
-    chosen = set(weights)
-    shared = {tensor for name, tensor in names if name in chosen}
-    wanted = {name for name, tensor in names if tensor in shared}
-    parents = {path for name in (*whole, *owners, *wanted) for path in _list_parents(name)} | set(owners)
-    root = Skeleton(model)
-    _fill_skeleton(root, model, "", whole, parents - {""}, wanted)
-    return root
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors: dict[str, int] = {}
+        self._names_of_tensors: dict[int, list[str]] = defaultdict(list)
+        both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        for name, tensor in chain(*both):
+            self._tensors[name] = id(tensor)
+            self._names_of_tensors[id(tensor)].append(name)
+        self._names: dict[nn.Module, list[str]] = defaultdict(list)
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names[module].append(name)
 
+    def make_skeleton(self, modules: Iterable[str], owners: Iterable[str], weights: Iterable[str]) -> nn.Module:
+        """`modules` whole; of the `owners`, a skeleton each; the `weights` by their first names, also elsewhere.
 
-def _find_other_names(model: nn.Module, whole: set[str]) -> set[str]:
-    """Return the other names of these modules, and of the modules in them."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    held = {part for name in whole for part in model.get_submodule(name).modules()}
-    return {name for module in held for name in names[module] if len(names[module]) > 1}
+        Everything is registered in the order of the model, and a shared weight or module under all of its names, so
+        that it has the same first name, and the same names in a state dictionary, in every stage. Random numbers follow
+        from it.
+        """
+        whole = set(modules)
+        if "" in whole:
+            return self._model
+        whole |= self._find_other_names(whole)
+        chosen = {self._tensors[name] for name in weights if name in self._tensors}
+        wanted = {name for tensor in chosen for name in self._names_of_tensors[tensor]}
+        parents = {path for name in (*whole, *owners, *wanted) for path in _list_parents(name)} | set(owners)
+        root = Skeleton(self._model)
+        _fill_skeleton(root, self._model, "", whole, parents - {""}, wanted)
+        return root
+
+    def _find_other_names(self, whole: set[str]) -> set[str]:
+        """Return the other names of these modules, and of the modules in them."""
+        held = {part for name in whole for part in self._model.get_submodule(name).modules()}
+        return {name for module in held for name in self._names[module] if len(self._names[module]) > 1}
 
 
 def _fill_skeleton(

@@ -31,7 +31,7 @@ from everstep.pipeline.frontend.refs import (
 )
 from everstep.pipeline.frontend.result_kinds import ResultKinds
 from everstep.pipeline.frontend.sizes import are_sizes_visible, find_made_places, find_places, symbols_of
-from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
+from everstep.pipeline.frontend.skeleton import Drawing, Original, weight_holder
 from everstep.pipeline.frontend.stages import (
     INPUT,
     SizeRules,
@@ -68,7 +68,8 @@ def split_model(model: Traced | Tree, stage_of: Mapping[str, int] | None = None)
         raise PipelineError(
             f"the model's output is in stage {chosen[OUTPUT]}, and must be in the last one, {last}: change stage_of"
         )
-    cuts = [_Cut(model, chosen, index) for index in range(last + 1)]
+    original = Original(model.model)
+    cuts = [_Cut(model, original, chosen, index) for index in range(last + 1)]
     # What nobody uses is in the first stage, so that checkpoints are complete.
     cuts[0].unused = set(model.record.weights).difference(*(cut.find_held_weights() for cut in cuts))
     _watch_conditions(cuts)
@@ -92,17 +93,18 @@ def _watch_conditions(cuts: Iterable[_Cut]) -> None:
 def node_modules(model: Traced) -> dict[str, StageModule]:
     """Each node as a stage of its own, to be measured; the values of in-place operations are then no leaves."""
     chosen = {unit.name: index for index, unit in enumerate(model.units.all)}
-    return {unit.name: _Cut(model, chosen, index).build_stage() for index, unit in enumerate(model.units.all)}
+    original = Original(model.model)
+    return {unit.name: _Cut(model, original, chosen, index).build_stage() for index, unit in enumerate(model.units.all)}
 
 
 class _Cut:
     """One stage in the making."""
 
-    def __init__(self, model: Traced, stage_of: Mapping[str, int], index: int) -> None:
-        self.model, self.index = model, index
+    def __init__(self, model: Traced, original: Original, stage_of: Mapping[str, int], index: int) -> None:
+        self.model, self.original, self.index = model, original, index
         self.record, self.units = model.record, model.units
         self.own = [unit for unit in self.units.all if stage_of[unit.name] == index]
-        self.mine, self.alive = set(self.own), set(self.units.all)
+        self.mine = set(self.own)
         self.made = {value for unit in self.own for value in self._iterate_made(unit)}
         self.given = {value for unit in self.own for value in unit.reads} - self.made - self.units.free.keys()
         self.opened: list[Call] = []  # calls of which it has only a part
@@ -261,22 +263,16 @@ class _Cut:
                 if unit.item is item and unit in self.mine:
                     yield item
             elif isinstance(item, Call):
-                units = set(self._iterate_units(item))
-                if units & self.mine:
+                units = self.units.list_inside(item)
+                if not units.isdisjoint(self.mine):
                     if self._runs_whole(item) or any(unit.item is item for unit in units):
                         yield item
                     else:
                         yield from self._iterate_items(item)
 
-    def _iterate_units(self, call: Call) -> Iterable[Unit]:
-        """The units of which something is inside."""
-        return (
-            unit for part in iterate_parts(call) if (unit := self.units.of.get(part)) in self.alive and unit is not None
-        )
-
     def _runs_whole(self, call: Call) -> bool:
         """Tell whether the original module can run: all that is inside is here, and all that it is given."""
-        if call not in self.units.repeatable or any(unit not in self.mine for unit in self._iterate_units(call)):
+        if call not in self.units.repeatable or not self.units.list_inside(call) <= self.mine:
             return False
         if any(unit not in self.mine for unit in self.units.entangled.get(call, ())):
             return False
@@ -298,7 +294,7 @@ class _Cut:
     def _is_left_out(self, call: Call) -> bool:
         """Tell whether a call runs in no stage, as one that has handed on what it was given: it might do otherwise with
         other sizes."""
-        return bool(call.conditions) and not any(True for _ in self._iterate_units(call))
+        return bool(call.conditions) and not self.units.list_inside(call)
 
     def _iterate_made(self, unit: Unit) -> Iterable[int]:
         return (
@@ -333,7 +329,7 @@ class _Cut:
     def _make_module(self, items: Iterable[Item]) -> tuple[Any, dict[Item, Drawing]]:
         whole = {item.path for item in items if isinstance(item, Call)}
         owners = {item.owner.path for item in items if isinstance(item, Op)}
-        module = make_skeleton(self.model.model, whole, owners, self._find_weights() | self.unused)
+        module = self.original.make_skeleton(whole, owners, self._find_weights() | self.unused)
         drawing: dict[Item, Drawing] = {}
         for item in items:
             if isinstance(item, Op) and item.draws:

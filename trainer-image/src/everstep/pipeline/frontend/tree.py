@@ -14,7 +14,7 @@ from everstep.pipeline.frontend import placement
 from everstep.pipeline.frontend.compiled import is_compiled
 from everstep.pipeline.frontend.placement import built_in
 from everstep.pipeline.frontend.refs import Argument, Maker, Ref, ValueRef, compile_binder, compile_maker
-from everstep.pipeline.frontend.skeleton import make_skeleton
+from everstep.pipeline.frontend.skeleton import Original
 from everstep.pipeline.frontend.stages import INPUT, SizeRules, StageModule, StageUses, Step
 from everstep.pipeline.graph import Graph, GraphNode
 
@@ -89,7 +89,7 @@ class Tree:
         names = [self.blocks[at] for at in places]
         first, last = places[0], places[-1]
         weights = {name for block in names for name in self._weights(block)}
-        module = make_skeleton(self.model, names, [], weights)
+        module = Original(self.model).make_skeleton(names, [], weights)
         inputs: dict[str, int | None] = (
             {self.blocks[first - 1]: first - 1} if first else {INPUT + name: None for name in self.arguments}
         )

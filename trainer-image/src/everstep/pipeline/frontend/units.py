@@ -59,6 +59,18 @@ class Units:
     entangled: dict[Call, frozenset[Unit]]
     learning: frozenset[int]
 
+    def __post_init__(self) -> None:
+        self._alone = {unit: frozenset({unit}) for unit in self.all}
+        self._inside: dict[Call, frozenset[Unit]] = {}
+
+    def list_inside(self, item: Item) -> frozenset[Unit]:
+        """Return the units of which something is inside an item. Each stage in the making asks for those of many."""
+        if isinstance(item, Op) or item.opaque:
+            return self._alone.get(self.of[item], frozenset()) if item in self.of else frozenset()
+        if (known := self._inside.get(item)) is None:
+            known = self._inside[item] = frozenset[Unit]().union(*map(self.list_inside, item.body))
+        return known
+
 
 def find_units(record: ForwardRecord) -> Units:
     """Untraceable if a module must be one node and cannot be."""
