@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend.split import split_model  # noqa: E402
-from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
+from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
+from everstep.pipeline.frontend.skeleton import Drawing  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.grouping import group_options  # noqa: E402
 
@@ -49,24 +49,25 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 
 class Encoder(nn.Module):  # type: ignore[misc]
-    """All its blocks have one rotary embedding."""
+    """All its blocks have one rotary embedding. It goes through them several times, if it is told so."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, rounds: int) -> None:
         super().__init__()
-        rotary = Rotary()
+        rotary, self.rounds = Rotary(), rounds
         self.blocks = nn.ModuleList(Attention(rotary, dropout) for _ in range(BLOCKS))
 
     def forward(self, x: Any) -> Any:
-        for block in self.blocks:
-            x = block(x)
+        for _ in range(self.rounds):
+            for block in self.blocks:
+                x = block(x)
         return x
 
 
 class Texts(nn.Module):  # type: ignore[misc]
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, rounds: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.encoder, self.head = Encoder(dropout), nn.Linear(FEATURES, FEATURES)
+        self.encoder, self.head = Encoder(dropout, rounds), nn.Linear(FEATURES, FEATURES)
         self.double()
 
     def forward(self, x: Any) -> Any:
@@ -130,3 +131,19 @@ def test_a_block_is_never_in_a_lower_stage_than_what_it_uses() -> None:
     found = trace_model(Texts(0.0), {"x": batch(0)[0]})
     with pytest.raises(PipelineError, match=r"'encoder.blocks.1.* cannot be in stage 0"):
         split_model(found, {"encoder.blocks.0": 1, "encoder.blocks.1": 0, "head": 1})
+
+
+def test_each_call_of_a_block_that_shares_a_table_draws_from_a_sequence_of_its_own() -> None:
+    """Its numbers follow from the name, which must be that of one call, in whatever stages the calls are."""
+    traced = trace_model(Texts(0.5, rounds=2), batch(0)[0])
+    second = next(node.name for node in traced.graph.nodes if "@1" in node.name)
+    for placed in ({}, {second: 1}):
+        stages = split_model(traced, placed)
+        names = [name for each in stages for name, part in each.module.named_modules() if isinstance(part, Drawing)]
+        assert len(names) == len(set(names)) == 2 * BLOCKS
+
+
+def test_blocks_that_draw_and_share_a_table_run_as_they_are_in_a_module_that_must_stay_whole() -> None:
+    model = Texts(0.5)
+    model.encoder.register_forward_hook(lambda *_: None)
+    assert trace_model(model, batch(0)[0]).leaves == {"encoder": "it has hooks"}

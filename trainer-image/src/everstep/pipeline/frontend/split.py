@@ -336,9 +336,9 @@ class _Cut:
                 holder = module.get_submodule(item.owner.path)
                 drawing[item] = Drawing()
                 drawing[item].training = holder.training
-                holder.add_module(
-                    f"{self.units.of[item].name.rpartition(':')[2]}".replace(".", "_") + "_drawing", drawing[item]
-                )
+                name = self.units.of[item].name.rpartition(":")[2].replace(".", "_")
+                call = f"_{item.owner.repeat}" if item.owner.repeat else ""  # each has a sequence of its own
+                holder.add_module(f"{name}_drawing{call}", drawing[item])
         return module, drawing
 
     def _find_weights(self) -> set[str]:

@@ -155,6 +155,9 @@ class _View:
                     inside.whole = "it draws random numbers, which belong to one place"
                 else:
                     self._opened.add(inside)
+            if inside.whole and not self._opened.isdisjoint(inside.all_calls()):
+                self._opened.difference_update(inside.all_calls())  # they run in it, as they were
+                self._repeatable.clear()
             if inside.whole and not self.repeatable(inside):
                 reason = f"{inside.path} must stay whole ({inside.whole}), but shares tensors beside its arguments"
                 call.whole = call.whole or reason
