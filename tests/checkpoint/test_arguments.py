@@ -64,6 +64,12 @@ def test_each_argument_that_is_wrong_is_told_at_once(name: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("of_best", [{"best_metric": "accuracy"}, {"best_mode": "max"}])
+def test_what_the_best_checkpoints_are_is_not_said_without_how_many_stay(of_best: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give keep_best, how many of them stay"):
+        everstep.RetentionOptions(**of_best)
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_group_of_options_that_is_none_is_told_at_once(name: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {name: tmp_path / "memory"}

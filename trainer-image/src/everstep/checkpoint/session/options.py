@@ -45,6 +45,13 @@ class RetentionOptions(_Checked):
     best_metric: str = "loss"
     best_mode: Mode = "min"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_best is None and (self.best_metric, self.best_mode) != ("loss", "min"):
+            raise ValueError(
+                "best_metric and best_mode say which checkpoints are the best: give keep_best, how many of them stay"
+            )
+
 
 @dataclass(frozen=True)
 class MemoryOptions(_Checked):
