@@ -16,6 +16,7 @@ from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
 from everstep.pipeline.frontend.check import compare_gradients, find_mixing_nodes  # noqa: E402
 from everstep.pipeline.frontend.split import node_modules  # noqa: E402
 from everstep.pipeline.frontend.tree import build_tree  # noqa: E402
+from everstep.pipeline.meeting_samples import check_samples  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
@@ -200,3 +201,27 @@ def test_a_model_that_learns_in_training_only_is_compared_in_training(how: str) 
     parts = split_model(found, front.even(found, 2))
     compare_stages(model, found, parts, batch)
     assert flags == [each.training for each in model.modules()]
+
+
+class AddsInPlace(nn.Module):  # type: ignore[misc]
+    """Changes in place what dropout gives, which in evaluation is what the activation keeps for its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.drop = nn.Linear(3, 3), nn.Linear(3, 3), nn.Dropout(0.5)
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Any) -> Any:
+        y = self.drop(self.one(x).sigmoid())
+        y += x
+        return self.two(y)
+
+
+def test_what_dropout_gives_may_be_changed_in_place() -> None:
+    model = AddsInPlace().double()
+    batch = {"x": torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(4, 3)}
+    found = trace_model(model, batch)
+    compare_stages(model, found, split_model(found, {"two": 1}), batch)
+    idle = check_samples(model, found, batch, batch["x"], nn.functional.mse_loss, None, frozenset())
+    assert idle == ["spare"]  # of which the loss has no gradient, which is known where gradients were

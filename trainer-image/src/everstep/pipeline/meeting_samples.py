@@ -24,7 +24,7 @@ from everstep.pipeline.frontend.trace import Traced, attributes_kept
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.left_behind import WatchedLoss
 from everstep.pipeline.loss_state import Switches, call_twice, loss_kept, refuse_state
-from everstep.pipeline.repeatable_modes import differs_in_training, evaluation_mode, repeatable_training
+from everstep.pipeline.repeatable_modes import CopiedDropout, differs_in_training, evaluation_mode, repeatable_training
 from everstep.pipeline.sample_differences import (
     Ran,
     SampleDifference,
@@ -100,7 +100,8 @@ def check_samples(
     def run(given: Mapping[str, Any], number: int, *, is_differentiated: bool = True) -> Ran:
         here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
         own = here.pop(_TARGETS)
-        output = Arguments(model).call(model, here)
+        with CopiedDropout():
+            output = Arguments(model).call(model, here)
         if torch.is_grad_enabled():
             of_learning[:] = [each.requires_grad for each in tensors_of(output)]
         part = (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from everstep.pipeline.frontend.modes import DIFFERS
 from everstep.pipeline.frontend.trace import Traced
@@ -45,3 +48,15 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for each, flag in flags.items():
             each.training = flag
+
+
+class CopiedDropout(TorchFunctionMode):  # type: ignore[misc]  # torch is not where types are checked
+    """Has dropout give new tensors in evaluation, as it does in training: code that changes them in place would change
+    what was dropped from, which may be needed for gradients."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.clone() if func in _DROPOUTS and args and result is args[0] else result
+
+
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
