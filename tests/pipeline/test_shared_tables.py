@@ -127,6 +127,16 @@ def test_blocks_with_a_shared_module_are_in_the_stages_that_are_asked_for(first:
         assert own, name
 
 
+def test_a_table_that_is_made_in_the_trace_is_no_reason_to_warn_the_user(recwarn: pytest.WarningsRecorder) -> None:
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # torch says only once in a process that a tensor without data is copied
+    try:
+        trace_model(Texts(0.0), {"x": batch(0)[0]})
+    finally:
+        torch.set_warn_always(always)
+    assert not [each for each in recwarn if "FakeTensor" in str(each.message)]
+
+
 def test_a_block_is_never_in_a_lower_stage_than_what_it_uses() -> None:
     found = trace_model(Texts(0.0), {"x": batch(0)[0]})
     with pytest.raises(PipelineError, match=r"'encoder.blocks.1.* cannot be in stage 0"):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -175,7 +176,10 @@ def _was_written(now: Any, tensor: torch.Tensor, version: int, values: torch.Ten
 def _with_data(module: nn.Module) -> nn.Module:
     """A copy, on the processor if the module has no data yet."""
     try:
-        own = copy.deepcopy(module)
+        # A table that the trace made is one without data, of which torch itself warns when it is copied.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            own = copy.deepcopy(module)
     except Exception as error:
         raise Failed(f"it cannot be copied ({type(error).__name__}: {error})") from error
     for each in own.modules():
