@@ -20,7 +20,7 @@ from everstep.pipeline.frontend.autocast import refuse_other_autocast
 from everstep.pipeline.frontend.fixed_modules import FixedModules
 from everstep.pipeline.frontend.fixed_sizes import FixedSizes
 from everstep.pipeline.frontend.foreign_weights import PipelineOpen
-from everstep.pipeline.frontend.model_modes import ModelModes, ReadModes
+from everstep.pipeline.frontend.model_modes import ModelModes, ReadModes, SetModes
 from everstep.pipeline.frontend.skeleton import follow_modes, join_skeletons
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.half import refuse_half_autocast
@@ -62,7 +62,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         part = join_skeletons([stage.module for stage in stages.values()])
         self._part = (part,)  # no module of this one, which has its modules as its own
         self._modes: ModelModes | None = None
-        self._read_modes = ReadModes({}, part)
+        self._read_modes, self._set_modes = ReadModes({}, part), SetModes({}, part)
         self._counted: CountedTargets | None = None
         self.training = part.training
         # Its modules are this module's own, so that all names are those of the model; what they are called must not
@@ -102,7 +102,11 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self._idle = [each for name, each in self.named_parameters() if name in set(names)]
 
     def follow_model(
-        self, model: nn.Module, opened: Collection[str], read: Mapping[Reader, Mapping[bool, bool]]
+        self,
+        model: nn.Module,
+        opened: Collection[str],
+        read: Mapping[Reader, Mapping[bool, bool]],
+        set_: Mapping[bool, Mapping[str, bool]],
     ) -> None:
         """Have the modes of the model, and give it this pipeline's, from now on.
 
@@ -110,7 +114,9 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             model: The model that was cut.
             opened: The paths of its modules whose code a cut may open.
             read: The flags that the code of other modules reads, as `Traced.modes`.
+            set_: The flags that a forward sets, as `Traced.set_modes`.
         """
+        self._set_modes = SetModes(set_, self._part[0])
         self._modes, self._read_modes = ModelModes(model, opened, self._part[0]), ReadModes(read, self._part[0])
 
     def watch_targets(self, loss: Any) -> None:
@@ -174,6 +180,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         (part,) = self._part
         if self._modes is not None:
             self._modes.adopt()
+        self._set_modes.set()
         self.training = part.training
         follow_modes([stage.module for stage in self._stages.values()], part)
 

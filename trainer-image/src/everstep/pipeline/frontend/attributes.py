@@ -76,7 +76,8 @@ class AttributeReads:
     values before and after, where nothing says that they are about something that the module keeps, as a table with a
     flag that it is there; `unsure`: those where something does. `left`: all attributes, plain ones or not, read or not,
     that hold something else after it. `modes`: the training flags of other modules than the one whose code reads them,
-    with its own. `given`: what is read of objects among the arguments.
+    with its own. `modes_after`: the training flags that it leaves, by the paths of modules; `set_modes`: the paths of
+    those that it has set. `given`: what is read of objects among the arguments.
     """
 
     def __init__(self, model: nn.Module, is_busy: Callable[[], bool] = lambda: False) -> None:
@@ -90,6 +91,8 @@ class AttributeReads:
         self.unsure: dict[Key, tuple[Any, Any]] = {}
         self.left: set[Key] = set()
         self.modes: dict[Reader, AttributeRead] = {}
+        self.modes_after: dict[str, bool] = {}
+        self.set_modes: set[str] = set()
         self.given: dict[str, AttributeRead] = {}
         self._given: Mapping[str, Any] = {}
 
@@ -168,6 +171,9 @@ class AttributeReads:
         registers = self._count_hooks() != self._hooks
         for number, (path, module, before) in self._modules.items():
             now = vars(module)
+            self.modes_after[path] = now["training"]
+            if now["training"] != before["training"]:
+                self.set_modes.add(path)
             items = _list_items(now)
             self.left |= {
                 (path, name)

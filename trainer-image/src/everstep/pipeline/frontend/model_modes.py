@@ -51,6 +51,31 @@ class ModelModes:
                 module.training = self._known[place] = stand_in.training
 
 
+class SetModes:
+    """The training flags that a forward sets, as `self.teacher.eval()` in it does, of which a cut leaves nothing.
+
+    Args:
+        modes: By the mode of the model, and by the paths of modules, what they are set to.
+        part: What stands for the model in this process, of which only the modules that are in it are set.
+    """
+
+    def __init__(self, modes: Mapping[bool, Mapping[str, bool]], part: nn.Module) -> None:
+        here = dict(part.named_modules(remove_duplicate=False))
+        self._part = (part,)
+        self._held = {
+            mode: [(here[path], flag) for path, flag in found.items() if path and path in here]
+            for mode, found in modes.items()
+        }
+
+    def set(self) -> None:
+        """Set them as the forward does that comes now."""
+        for module, flag in self._held.get(self._part[0].training, ()):
+            module.training = flag
+            for child in module.children():
+                if isinstance(child, Drawing):
+                    child.training = flag
+
+
 class ReadModes:
     """The training flags that the code of another module reads: a stage has what followed from them.
 

@@ -180,6 +180,8 @@ class ForwardRecord:
     given_reads: dict[str, AttributeRead] = field(default_factory=dict)  # the same of objects among the arguments
     left: set[Key] = field(default_factory=set)  # attributes that hold something else afterwards
     modes: dict[Reader, AttributeRead] = field(default_factory=dict)  # training flags that others' code reads
+    modes_after: dict[str, bool] = field(default_factory=dict)  # training flags that the forward leaves
+    set_modes: set[str] = field(default_factory=set)  # the modules whose flags it has set
 
     def find_varying(self) -> set[int]:
         """Return the values whose shapes may depend on data: what such a call gives, and all that is made of that, or

@@ -118,10 +118,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 with torch.enable_grad(), listen_to_model(self), held.listening(), self:
                     call(given)
                 self.attributes.settle()
-        self.record.reads, self.record.left = self.attributes.found, self.attributes.left
-        self.record.modes, self.record.given_reads = self.attributes.modes, self.attributes.given
-        self.record.values = [self._describe(tensor) for tensor in self._made]
-        self.record.unchanged = self._renames.find_unchanged()
+        read, record = self.attributes, self.record
+        record.reads, record.left, record.given_reads = read.found, read.left, read.given
+        record.modes, record.modes_after, record.set_modes = read.modes, read.modes_after, read.set_modes
+        record.values, record.unchanged = [*map(self._describe, self._made)], self._renames.find_unchanged()
         self.record.made = self.sizes.find_made_places(self._made)
         for found in self.record.arguments.values():
             for path, tensor in found.items():

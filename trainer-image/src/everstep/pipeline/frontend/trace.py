@@ -43,7 +43,7 @@ class Traced:
     so are `sizes` of the arguments that its code takes for numbers. `opened`: the modules that a cut may open. `left`:
     the attributes that a forward leaves with something else in them. `asked`: the arguments of which no stage needs the
     numbers, but without which the code does something else. `modes`: by the paths of two modules, what the training
-    flag of the second was for each one of the first, whose code reads it.
+    flag of the second was for each one of the first, whose code reads it. `set_modes`: by the model's own, those set.
     """
 
     model: nn.Module
@@ -58,6 +58,7 @@ class Traced:
     left: Collection[Key] = ()
     asked: Collection[str] = ()
     modes: Mapping[Reader, Mapping[bool, bool]] = field(default_factory=dict)
+    set_modes: Mapping[bool, Mapping[str, bool]] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)  # what code reads of objects among the arguments
 
     @cached_property
@@ -161,10 +162,12 @@ def _trace(
 
     record, both = record_as(flags[model]), False
     reads, left, flag_reads, given_reads = [record.reads], set(record.left), [record.modes], [record.given_reads]
+    modes_after, set_modes = {flags[model]: record.modes_after}, set(record.set_modes)
     for is_alike in (False, True) if is_mixed else (False,):
         with contextlib.suppress(Untraceable):
             other = record_as(not flags[model])
-            left |= other.left
+            left, set_modes = left | other.left, set_modes | other.set_modes
+            modes_after[not flags[model]] = other.modes_after
             record.laid_out |= other.laid_out
             other.laid_out |= record.laid_out
             # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values
@@ -230,7 +233,7 @@ def _trace(
     sizes = replace(sizes, assumptions=assumptions, made=of_made)
     return Traced(
         model, record, found, leaves, both, samples.pop(), fixed, opened, sizes, frozenset(left), asked, read_modes,
-        read_given,
+        {mode: {path: after[path] for path in set_modes} for mode, after in modes_after.items()}, read_given,
     )  # fmt: skip
 
 
