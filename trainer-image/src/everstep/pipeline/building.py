@@ -80,8 +80,8 @@ def build_pipeline(terms: PipelineTerms, cut: CutModel, heart: Heartbeat | None)
     )
     run.expect_idle(cut.idle)
     engine.results.follow(cut.behind, dict(run.named_parameters()))
-    read, set_ = (found.modes, found.set_modes) if isinstance(found, Traced) else ({}, {})
-    run.follow_model(model, found.opened, read, set_)
+    read, set_modes = (found.modes, found.set_modes) if isinstance(found, Traced) else ({}, {})
+    run.follow_model(model, found.opened, read, set_modes)
     run.watch_targets(cut.loss)
     return run
 

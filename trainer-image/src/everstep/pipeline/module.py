@@ -106,7 +106,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         model: nn.Module,
         opened: Collection[str],
         read: Mapping[Reader, Mapping[bool, bool]],
-        set_: Mapping[bool, Mapping[str, bool]],
+        set_modes: Mapping[bool, Mapping[str, bool]],
     ) -> None:
         """Have the modes of the model, and give it this pipeline's, from now on.
 
@@ -114,9 +114,9 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             model: The model that was cut.
             opened: The paths of its modules whose code a cut may open.
             read: The flags that the code of other modules reads, as `Traced.modes`.
-            set_: The flags that a forward sets, as `Traced.set_modes`.
+            set_modes: The flags that a forward sets, as `Traced.set_modes`.
         """
-        self._set_modes = SetModes(set_, self._part[0])
+        self._set_modes = SetModes(set_modes, self._part[0])
         self._modes, self._read_modes = ModelModes(model, opened, self._part[0]), ReadModes(read, self._part[0])
 
     def watch_targets(self, loss: Any) -> None:

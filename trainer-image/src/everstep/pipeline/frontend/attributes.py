@@ -171,9 +171,10 @@ class AttributeReads:
         registers = self._count_hooks() != self._hooks
         for number, (path, module, before) in self._modules.items():
             now = vars(module)
-            self.modes_after[path] = now["training"]
-            if now["training"] != before["training"]:
-                self.set_modes.add(path)
+            if "training" in now:  # torch.compile's wrapper has the flag of its module
+                self.modes_after[path] = now["training"]
+                if now["training"] != before["training"]:
+                    self.set_modes.add(path)
             items = _list_items(now)
             self.left |= {
                 (path, name)
