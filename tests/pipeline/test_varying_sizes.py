@@ -150,6 +150,23 @@ def test_a_model_with_several_recurrent_layers_takes_any_length() -> None:
     torch.testing.assert_close(run_stages(split_model(found, {"between": 1, "two": 1, "last": 2}), {"x": x}), model(x))
 
 
+def test_a_length_behind_a_recurrent_layer_that_follows_from_a_size_is_no_number() -> None:
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.shrink = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.MaxPool2d((4, 2)))
+            self.rnn, self.last = nn.GRU(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Any) -> Any:
+            y, _ = self.rnn(self.shrink(x).squeeze(2).permute(2, 0, 1))
+            return self.last(y.sum(0) / y.shape[0])
+
+    model = Model().double()
+    found = trace_model(model, torch.ones(3, 1, 4, 16, dtype=torch.float64))
+    x = torch.linspace(-1.0, 1.0, 160, dtype=torch.float64).view(2, 1, 4, 20)
+    torch.testing.assert_close(run_stages(split_model(found, {"rnn": 1, "last": 2}), {"x": x}), model(x))
+
+
 def test_what_depends_on_data_is_known_and_what_does_not_is_not() -> None:
     def look(function: Any, *given: Any) -> bool:
         class Model(nn.Module):  # type: ignore[misc]

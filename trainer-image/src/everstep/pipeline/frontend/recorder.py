@@ -248,7 +248,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 self.record.laid_out.add(name_of)
             result = func(*real_args, **real_kwargs)
             # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
-            if self.sizes.new_conditions(name, tensors) and self.sizes.batch_is_fixed():
+            if self.sizes.are_fixed_in(name, self.sizes.new_conditions(name, tensors)):
                 raise SizesFixed(self._stack[-1].path)
             mutated = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]
             if func in _BY_STRIDES and _get_storage_key(tensors[0]) not in self.record.lasting:
