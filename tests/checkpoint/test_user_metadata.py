@@ -119,6 +119,12 @@ def test_the_best_is_found_and_restored(tmp_path: Path) -> None:
         everstep.best(store, "loss", "least")  # type: ignore[arg-type]
 
 
+def test_a_metric_that_is_nan_everywhere_is_told_as_that(tmp_path: Path) -> None:
+    save(tmp_path, {1: float("nan"), 2: float("nan")})
+    with pytest.raises(CheckpointError, match="there are loss, and loss is no number or NaN: give it"):
+        everstep.best(tmp_path / "store", "loss")
+
+
 def test_what_another_version_wrote_is_listed_and_nothing_else_is_called_the_best(tmp_path: Path) -> None:
     save(tmp_path, {1: 0.5, 2: 0.25})
     store = PosixStore(tmp_path / "store")

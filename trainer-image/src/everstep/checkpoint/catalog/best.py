@@ -42,7 +42,7 @@ def explain_missing_metric(metadata: Collection[Mapping[str, Any]], metric: str)
     names = sorted({name for noted in metadata for name in noted})
     return (
         f"none of {len(metadata)} checkpoints has a number called {metric!r} in its metadata; there are "
-        f"{', '.join(names) or 'no metadata at all'}"
+        f"{', '.join(names) or 'no metadata at all'}{f', and {metric} is no number or NaN' if metric in names else ''}"
     )
 
 
