@@ -167,6 +167,38 @@ def test_a_length_behind_a_recurrent_layer_that_follows_from_a_size_is_no_number
     torch.testing.assert_close(run_stages(split_model(found, {"rnn": 1, "last": 2}), {"x": x}), model(x))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n, like: torch.linspace(0, 1, n, dtype=like.dtype),
+        lambda n, like: torch.hann_window(2 * n - 1, dtype=like.dtype)[:n],
+        lambda n, like: nn.functional.one_hot(torch.arange(n), n).sum(0).to(like.dtype),
+        lambda n, like: torch.fft.rfftfreq(2 * n - 2, dtype=like.dtype),
+        lambda n, like: torch.arange(0, n, 0.5, dtype=like.dtype).view(-1, 2)[:, 0],
+        lambda n, like: torch.triu_indices(n, n)[0, :n].to(like.dtype),
+    ],
+    ids=["linspace", "window", "one_hot", "half", "float step", "pairs"],
+)
+def test_a_size_that_follows_from_another_is_that_of_the_batch_where_an_operation_takes_it_for_a_number(
+    make: Any,
+) -> None:
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.shrink = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.MaxPool2d((4, 2)))
+            self.mid, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Any) -> Any:
+            y = self.shrink(x).squeeze(2).permute(0, 2, 1)
+            places = make(y.shape[1], y)
+            return self.last((self.mid(y) * places[None, :, None]).sum(1) / places.shape[0])
+
+    model = Model().double()
+    found = trace_model(model, torch.ones(3, 1, 4, 16, dtype=torch.float64))
+    x = torch.linspace(-1.0, 1.0, 160, dtype=torch.float64).view(2, 1, 4, 20)
+    torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
+
+
 def test_what_depends_on_data_is_known_and_what_does_not_is_not() -> None:
     def look(function: Any, *given: Any) -> bool:
         class Model(nn.Module):  # type: ignore[misc]

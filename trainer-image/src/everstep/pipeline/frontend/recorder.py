@@ -42,6 +42,7 @@ from everstep.pipeline.frontend.refs import (
 )
 from everstep.pipeline.frontend.renames import Renames
 from everstep.pipeline.frontend.sizes import Sizes
+from everstep.pipeline.frontend.taken_sizes import restore_sizes
 from everstep.pipeline.frontend.writes import only_reads_statistics
 
 HERE = Here()
@@ -250,6 +251,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
             if self.sizes.are_fixed_in(name, self.sizes.new_conditions(name, tensors)):
                 raise SizesFixed(self._stack[-1].path)
+            result = restore_sizes(self.sizes, func, (real_args, real_kwargs), result, self._stack[-1].path)
             mutated = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]
             if func in _BY_STRIDES and _get_storage_key(tensors[0]) not in self.record.lasting:
                 mutated.append(tensors[0])  # so that who made it, and knows how it lies in memory, is in the same stage

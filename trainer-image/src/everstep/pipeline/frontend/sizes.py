@@ -99,6 +99,7 @@ class Sizes:
         self.guesses, self.made, self.guessed = guesses, list[Any](), set[Any]()
         self._made_hints = made_hints or {}
         self.assumed: list[Any] = []  # by torch itself, where it decides on the sizes or the number of results
+        self.took_number = False  # the last operation, of a size, without an assumption
         self._has_samples = samples is not None
         symbol = None if self._has_samples else self.symbol(self.hint)
         self.batch_size: Any = self.hint if symbol is None else symbol
@@ -141,11 +142,14 @@ class Sizes:
         """
         found = [guard.expr for guard in self.env.guards[self._seen :]]
         self._seen, asked, self.env.asked = len(self.env.guards), self.env.asked, []
+        self.took_number = False
         if name in _SQUEEZING:  # others may have assumed the same before
             sizes = [size.node.expr for size in given[0].shape if isinstance(size, torch.SymInt)]
             self.assumed += [sympy.Ne(size, 1) for size in sizes]
         elif name in _SHAPING or "_pool" in name:
             self.assumed += found
+        else:
+            self.took_number = any(isinstance(each, sympy.Eq) for each in [*found, *asked])
         return found if name else list(dict.fromkeys([*found, *asked]))
 
     def find_made_places(self, tensors: Iterable[Any]) -> dict[Any, list[tuple[int, int]]]:

@@ -1,0 +1,102 @@
+"""Sizes that an operation takes for numbers, as `linspace` does: torch then makes its result of the example's size,
+from which the model's code would go on with the example's number, whatever a batch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from everstep.pipeline.frontend.record import FIXES_SIZES, SizesFixed
+from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
+
+Growth = Callable[[Any], Any]  # of the steps by which a size is larger, which may be fewer than none
+_STEPS = range(1, 9)  # by which a size is tried larger than the example's
+
+
+def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: Any, path: str) -> Any:
+    """Return the result of an operation with sizes that follow from those that it was given as SymInt.
+
+    It is run once more for each, with numbers: a dimension that grows with the size follows from it.
+
+    Args:
+        sizes: Of the trace.
+        func: The operation, which draws nothing and changes nothing that it is given.
+        given: Its arguments and its named arguments.
+        result: That of tensors without data, in some dimensions of which may be the example's number.
+        path: The module whose code calls it.
+
+    Raises:
+        SizesFixed: If nobody knows how it grows, or the result is more than a new tensor.
+    """
+    leaves, spec = pytree.tree_flatten(given)
+    taken = {leaf.node.expr: leaf for leaf in leaves if isinstance(leaf, torch.SymInt)}
+    made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    fixed = {(at, dim) for at, leaf in enumerate(made) for dim in range(leaf.dim()) if type(leaf.shape[dim]) is int}
+    if not sizes.took_number or not taken or not fixed:
+        return result
+    hints = sizes.hints(sizes.hint)
+
+    def run(more: Mapping[Any, int]) -> list[list[int]]:
+        numbers = [_make_number(leaf, hints, more) for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(numbers, spec)
+        found = pytree.tree_leaves(func(*args, **kwargs))
+        return [list(leaf.shape) for leaf in found if isinstance(leaf, torch.Tensor)]
+
+    try:
+        usual = run({})
+        grown = {expr: [run({expr: step}) for step in _STEPS] for expr in taken}
+        all_grown = run(dict.fromkeys(taken, _STEPS[-1]))
+    except Exception:
+        return result  # it takes no other size, and says so when it runs
+    growth = dict[tuple[int, int], dict[Any, Growth]]()
+    for at, dim in fixed:
+        more = {expr: [found[at][dim] - usual[at][dim] for found in each] for expr, each in grown.items()}
+        by = {expr: _fit_growth(each) for expr, each in more.items() if any(each)}
+        if None in by.values() or all_grown[at][dim] - usual[at][dim] != sum(each[-1] for each in more.values()):
+            raise SizesFixed(path, FIXES_SIZES)
+        if by:
+            growth[at, dim] = {expr: fit for expr, fit in by.items() if fit is not None}
+    if not growth:
+        return result
+    lasting = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    if any(leaf.requires_grad or leaf.untyped_storage()._cdata in lasting for leaf in made):
+        raise SizesFixed(path, FIXES_SIZES)
+    numbers = {expr: evaluate_size(expr, hints) for expr in taken}
+
+    def restore(at: int, leaf: Any) -> Any:
+        def grow(size: Any, by: Mapping[Any, Growth]) -> Any:
+            return sum((fit(taken[expr] - numbers[expr]) for expr, fit in by.items()), size)
+
+        return leaf.new_empty([grow(size, growth.get((at, dim), {})) for dim, size in enumerate(leaf.shape)])
+
+    counts = iter(range(len(made)))
+    return pytree.tree_map(lambda leaf: restore(next(counts), leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def _fit_growth(more: Sequence[int]) -> Growth | None:
+    """Return how a size grows by the steps of another, from what it has grown by after each of `_STEPS`: as a multiple,
+    a half or a quarter, or the number of pairs; None if it is none of these."""
+    bend = more[1] - 2 * more[0]
+
+    def grow_as(parts: int, times: int, start: int) -> Growth:
+        return lambda step: (times * step + start) // parts
+
+    fits: list[Growth] = [lambda step: more[0] * step + bend * step * (step - 1) // 2]
+    for parts in (2, 4):
+        fits += [grow_as(parts, parts * more[-1] // len(more), start) for start in range(parts)]
+    return next((fit for fit in fits if list(map(fit, _STEPS)) == list(more)), None)
+
+
+def _make_number(leaf: Any, hints: Mapping[Any, int], more: Mapping[Any, int]) -> Any:
+    """Return a leaf with numbers in the place of sizes; a tensor has no data either way."""
+    if isinstance(leaf, torch.SymInt):
+        return evaluate_size(leaf.node.expr, hints) + more.get(leaf.node.expr, 0)
+    if isinstance(leaf, torch.SymFloat | torch.SymBool):
+        return evaluate_size(leaf.node.expr, hints)
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = [evaluate_size(size.node.expr, hints) if isinstance(size, torch.SymInt) else size for size in leaf.shape]
+    return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
