@@ -87,9 +87,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.unsplit_inputs, self.sure, self._guesses = unsplit_inputs, sure, sizes.guesses
         self.fake = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
         self.sizes, self.device, self.unseen = sizes, device, unseen
-        self.busy = False
         self.autocasts: list[tuple[str, Any, bool]] = []
-        self.seeded = self.drawn = False
+        self.busy = self.seeded = self.drawn = False
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._own_parameters = {id(module): tuple(module._parameters.values()) for module in model.modules()}
         self.attributes = AttributeReads(model, lambda: self.busy)
@@ -447,6 +446,5 @@ def _get_storage_key(tensor: Any) -> int:
 
 def _name_operation(func: Any) -> str:
     name = getattr(func, "__name__", type(func).__name__)
-    if name in ("__get__", "__set__"):
-        name = getattr(func.__self__, "__name__", name)
+    name = getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
     return name.strip("_") + "_" * (not name.startswith("_") and name.endswith("_"))
