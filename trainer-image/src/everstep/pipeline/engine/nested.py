@@ -1,4 +1,4 @@
-"""Values that are tensors, or lists, tuples and dictionaries of them; and what is told of one before it is sent."""
+"""Values that are tensors, or structures of them as torch knows them; and what is told of one before it is sent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from everstep.pipeline.engine.strides import describe_strides
 from everstep.pipeline.errors import PipelineError
@@ -56,7 +57,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, dict):
         items_of = {key: map_tensors(item, change) for key, item in value.items()}
         return items_of if type(value) is dict else _rebuild_container(value, items_of)
-    return value
+    return _map_parts(value, lambda part: map_tensors(part, change))
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -90,7 +91,7 @@ def unflatten_tensors(structure: Any, tensors: list[torch.Tensor]) -> Any:
         return [unflatten_tensors(item, tensors) for item in structure]
     if isinstance(structure, dict):
         return {key: unflatten_tensors(item, tensors) for key, item in structure.items()}
-    return structure
+    return _map_parts(structure, lambda part: unflatten_tensors(part, tensors))
 
 
 def value_of(name: str, given: Any) -> tuple[StageValue, list[torch.Tensor]]:
@@ -117,6 +118,15 @@ def _check_structure(name: str, structure: Any) -> None:
         )
     for item in structure:
         _check_structure(name, item)
+
+
+def _map_parts(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with each part changed, if torch knows its class as one that has parts."""
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return value
+    parts, context = node.flatten_fn(value)
+    return node.unflatten_fn([change(part) for part in parts], context)
 
 
 def _rebuild_container(like: dict[Any, Any], items: dict[Any, Any]) -> Any:

@@ -39,6 +39,7 @@ from everstep.pipeline.frontend.refs import (
     holds_more,
     iterate_references,
     make_template,
+    open_dataclasses,
 )
 from everstep.pipeline.frontend.renames import Renames
 from everstep.pipeline.frontend.sizes import Sizes
@@ -222,8 +223,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         own = explain_own_state(module) if self._stack else ""
         call.whole, call.is_lent = explain_hooks(module) or own, any(map(self._is_lent, module.modules()))
         call.grad, call.autocast = torch.is_grad_enabled(), self.autocasts[-1] if self.autocasts else None
-        here, built = get_current_stage(), built_in(module)
-        call.stage = here if here is not None else built
+        call.stage = built_in(module) if (here := get_current_stage()) is None else here
         call.inputs = self._handed((args, kwargs))
         self._stack.append(call)
         self.busy = False
@@ -388,7 +388,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         """Return the template of what a module was given or gave; None if there is something in it that cannot be made
         again."""
         try:
-            found = make_template(structure, self._refer)
+            found = make_template(open_dataclasses(structure), self._refer)
         except CannotFollow:
             return None
         return None if any(map(holds_more, pytree.tree_leaves(structure))) else found

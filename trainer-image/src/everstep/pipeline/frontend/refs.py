@@ -3,9 +3,11 @@ device."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -268,6 +270,37 @@ def holds_more(leaf: Any) -> bool:
     if isinstance(leaf, (torch.Tensor, *_CLOSED)):
         return False
     return not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__")
+
+
+def open_dataclasses(structure: Any) -> Any:
+    """Return a structure, after torch knows the dataclasses in it as structures of their fields, as it does lists."""
+    while found := {type(leaf) for leaf in pytree.tree_leaves(structure) if _is_open(leaf)}:
+        for each in found:
+            pytree.register_pytree_node(each, _list_fields, partial(_make_dataclass, each))
+    return structure
+
+
+def _is_open(leaf: Any) -> bool:
+    """Tell whether a leaf is an instance of a dataclass with tensors in it, and with nothing beside its fields."""
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type | torch.Tensor | nn.Module | dict | list | tuple):
+        return False
+    values, names = _list_fields(leaf)
+    has_tensors = any(isinstance(each, torch.Tensor) or _is_open(each) for each in pytree.tree_leaves(values))
+    return has_tensors and getattr(leaf, "__dict__", {}).keys() <= set(names)
+
+
+def _list_fields(instance: Any) -> tuple[list[Any], tuple[str, ...]]:
+    names = tuple(each.name for each in dataclasses.fields(instance) if hasattr(instance, each.name))
+    return [getattr(instance, name) for name in names], names
+
+
+def _make_dataclass(kind: type, values: Iterable[Any], names: tuple[str, ...]) -> Any:
+    made: Any = object.__new__(
+        kind
+    )  # its fields have what __init__ computed, from tensors
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def describe_odd_result(result: Any) -> str:
