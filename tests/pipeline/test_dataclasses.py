@@ -35,7 +35,7 @@ class Features:
 @dataclasses.dataclass(frozen=True)
 class Output:
     logits: Any
-    features: Features | None = None
+    features: Any = None
     extra: Any = None
 
     def __post_init__(self) -> None:
