@@ -150,6 +150,32 @@ def test_a_model_with_several_recurrent_layers_takes_any_length() -> None:
     torch.testing.assert_close(run_stages(split_model(found, {"between": 1, "two": 1, "last": 2}), {"x": x}), model(x))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_code_computes_with_the_length_before_and_behind_a_recurrent_layer(kind: Any) -> None:
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(11, 5), nn.Embedding(20, 5)
+            self.rnn = kind(5, 4, num_layers=2, bidirectional=True, batch_first=True)
+            self.mid, self.last = nn.Linear(8, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Any) -> Any:
+            given = self.words(x) + self.places(torch.arange(x.shape[1]))
+            y, state = self.rnn(given)
+            y.mul_(2)
+            y = self.mid(y) + (state[0] if isinstance(state, tuple) else state)[-1].mean()
+            scores = y @ given.transpose(1, 2) / y.shape[1]
+            return self.last(scores.tril().softmax(-1) @ y + self.places.weight[: y.shape[1]])
+
+    model = Model().double()
+    found = trace_model(model, torch.ones(3, 7, dtype=torch.long))
+    assert not found.sizes.numbers
+    for samples, length in ((2, 9), (1, 4), (4, 1)):
+        x = torch.arange(samples * length).view(samples, length) % 11
+        stages = split_model(found, {"mid": 1, "last": 2})
+        torch.testing.assert_close(run_stages(stages, {"x": x}), model(x))
+
+
 def test_a_length_behind_a_recurrent_layer_that_follows_from_a_size_is_no_number() -> None:
     class Model(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:

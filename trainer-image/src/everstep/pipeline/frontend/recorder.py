@@ -43,7 +43,7 @@ from everstep.pipeline.frontend.refs import (
 )
 from everstep.pipeline.frontend.renames import Renames
 from everstep.pipeline.frontend.sizes import Sizes
-from everstep.pipeline.frontend.taken_sizes import restore_sizes
+from everstep.pipeline.frontend.taken_sizes import restore_sizes, run_operation
 from everstep.pipeline.frontend.writes import only_reads_statistics
 
 HERE = Here()
@@ -246,9 +246,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             before = [tensor._version for tensor in tensors]
             if func in _OF_MEMORY and (name_of := self.record.given.get(_get_storage_key(tensors[0]))) is not None:
                 self.record.laid_out.add(name_of)
-            result = func(*real_args, **real_kwargs)
+            result = run_operation(self.sizes, name, func, (real_args, real_kwargs))
             # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
-            if self.sizes.are_fixed_in(name, self.sizes.new_conditions(name, tensors)):
+            if self.sizes.new_conditions(name, tensors) and self.sizes.batch_is_fixed():
                 raise SizesFixed(self._stack[-1].path)
             result = restore_sizes(self.sizes, func, (real_args, real_kwargs), result, self._stack[-1].path)
             mutated = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]

@@ -295,9 +295,7 @@ def _list_fields(instance: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 
 def _make_dataclass(kind: type, values: Iterable[Any], names: tuple[str, ...]) -> Any:
-    made: Any = object.__new__(
-        kind
-    )  # its fields have what __init__ computed, from tensors
+    made: Any = object.__new__(kind)  # its fields have what __init__ computed, from tensors
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made

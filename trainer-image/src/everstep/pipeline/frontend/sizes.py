@@ -19,7 +19,6 @@ _MOST_PARTS = 300  # of an expression: some operations on longer ones take secon
 
 # Operations whose results are more or fewer, or larger or smaller, by what torch finds of the sizes that it is given.
 _SQUEEZING = {"squeeze", "squeeze_"}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _SHAPING = {
     *("getitem", "setitem", "narrow", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit"),
     *("chunk", "unsafe_chunk", "unsafe_split", "unbind", "iter", "unfold"),
@@ -161,13 +160,6 @@ class Sizes:
                 if isinstance(size, torch.SymInt) and size.node._expr in self.made:
                     found.setdefault(size.node._expr, []).append((index, dim))
         return found
-
-    def are_fixed_in(self, name: str, conditions: Sequence[Any]) -> bool:
-        """Tell whether an operation has fixed the number of samples, or takes any length, and has fixed one that
-        follows from sizes: where it is a size itself, that is known to be a number from now on."""
-        lengths = [each for each in conditions if isinstance(each, sympy.Eq)] if name in _RECURRENT else []
-        follow = any(not side.is_Symbol and side.free_symbols for each in lengths for side in each.args)
-        return bool(conditions) and (follow or self.batch_is_fixed())
 
     def batch_is_fixed(self) -> bool:
         return not self._has_samples and isinstance(self.simplify(self.batch), int)

@@ -1,5 +1,5 @@
-"""Sizes that an operation takes for numbers, as `linspace` does: torch then makes its result of the example's size,
-from which the model's code would go on with the example's number, whatever a batch has."""
+"""Sizes that an operation takes for numbers, as `linspace` and recurrent layers do: torch then makes its result of the
+example's size, from which the model's code would go on with the example's number, whatever a batch has."""
 
 from __future__ import annotations
 
@@ -14,6 +14,53 @@ from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
 
 Growth = Callable[[Any], Any]  # of the steps by which a size is larger, which may be fewer than none
 _STEPS = range(1, 9)  # by which a size is tried larger than the example's
+
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+def run_operation(sizes: Sizes, name: str, func: Callable[..., Any], given: Any) -> Any:
+    """Run an operation on tensors without data. A recurrent one takes any length, but torch has it go through the
+    length of the example, step by step, which would be a number from then on: it is run with numbers alone, and what it
+    gives has the sizes from which those of its results come.
+
+    Args:
+        sizes: Of the trace.
+        name: The operation's.
+        func: The operation.
+        given: Its arguments and its named arguments.
+    """
+    leaves, spec = pytree.tree_flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    args, kwargs = given
+    if name not in _RECURRENT:
+        return func(*args, **kwargs)
+    for leaf in tensors:
+        if leaf.dim() > 1:
+            int(leaf.shape[-1])  # its features are those of the weights, and a number
+    places: list[Any] = [size for leaf in tensors for size in leaf.shape]
+    known = {size.node.expr: size for size in places if isinstance(size, torch.SymInt) and size.node.expr.free_symbols}
+    hints = sizes.hints(sizes.hint)
+
+    def run(more: Mapping[Any, int]) -> list[Any]:
+        args, kwargs = pytree.tree_unflatten([_make_number(leaf, hints, more) for leaf in leaves], spec)
+        return list(func(*args, **kwargs))
+
+    try:
+        results, grown = run({}), {expr: run({expr: 1}) for expr in known}
+    except Exception:
+        return func(*args, **kwargs)  # which says what is wrong, or takes no other size
+
+    def restore(at: int, like: Any) -> Any:
+        follows = [
+            [known[expr] for expr, found in grown.items() if found[at].shape[dim] != like.shape[dim]]
+            for dim in range(like.dim())
+        ]
+        shape = [sizes[0] if sizes else like.shape[dim] for dim, sizes in enumerate(follows)]
+        made = like.new_empty(shape)
+        return made.requires_grad_().clone() if like.requires_grad else made
+
+    return tuple(restore(at, like) for at, like in enumerate(results))
 
 
 def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: Any, path: str) -> Any:
@@ -98,5 +145,5 @@ def _make_number(leaf: Any, hints: Mapping[Any, int], more: Mapping[Any, int]) -
         return evaluate_size(leaf.node.expr, hints)
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    shape = [evaluate_size(size.node.expr, hints) if isinstance(size, torch.SymInt) else size for size in leaf.shape]
-    return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    shape = [_make_number(size, hints, more) for size in leaf.shape]
+    return torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
