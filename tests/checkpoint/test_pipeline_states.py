@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.exporting import export_safetensors
+from everstep.checkpoint.state.flat import bind_kinds
 from everstep.checkpoint.store.posix import PosixStore
 from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.scaling import LossScale
+from everstep.pipeline.frontend.foreign_weights import PipelineOpen, mark_foreign
 from tests.checkpoint import ranks
 
 pytestmark = pytest.mark.torch
@@ -78,3 +81,12 @@ def test_another_extra_state_stays(tmp_path: Path) -> None:
 
     save(tmp_path, model=Counting())
     assert everstep.load(tmp_path)["model"]["_extra_state"] == {"steps": 3}
+
+
+def test_an_optimizer_of_the_whole_model_is_refused_with_what_to_make_it_of() -> None:
+    model = Net()
+    elsewhere = {name: ("parameter", each) for name, each in model[1].named_parameters(prefix="1")}
+    mark_foreign(elsewhere, dict.fromkeys(elsewhere, (1,)), [0, 1], PipelineOpen())
+    with pytest.raises(CheckpointError, match=r"optimizer has <parameter '1.weight' .* and 1 more, .* run.groups\(\)"):
+        bind_kinds({"model": model[0], "optimizer": torch.optim.AdamW(model.parameters())}, rank=0)
+    bind_kinds({"model": model[0], "optimizer": torch.optim.AdamW(model[0].parameters())}, rank=0)

@@ -209,6 +209,7 @@ def bind_kinds(objects: Mapping[str, object], *, rank: int, step: int | None = N
             continue
         if isinstance(inner, torch.optim.Optimizer) and (is_zero_redundancy(inner) or has_usual_state(inner)):
             own = names.join_segments(RANK, str(rank), names.escape_segment(name))
+            _refuse_foreign_parameters(name, inner)
             kind = ZeroRedundancyObject if is_zero_redundancy(inner) else OptimizerObject
             optimizers.append(kind(prefixes[name], inner, _name_parameters_apart(inner, known), own))
         elif isinstance(inner, Stateful):
@@ -237,6 +238,16 @@ def _get_load_order(kind: ObjectKind) -> int:
 def _make_prefix(name: str, each: object, rank: int) -> str:
     own = names.escape_segment(name)
     return names.join_segments(RANK, str(rank), own) if isinstance(each, PerRank) else own
+
+
+def _refuse_foreign_parameters(name: str, optimizer: torch.optim.Optimizer) -> None:
+    found = [each for group in optimizer.param_groups for each in group["params"]]
+    if foreign := [each for each in found if getattr(each, "is_trained_elsewhere", False)]:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise CheckpointError(
+            f"{name}: the optimizer has {foreign[0]!r}{more}, which other processes of the pipeline train: make it of "
+            "run.groups() or run.parameters(), not of the model's parameters"
+        )
 
 
 def _name_parameters_apart(optimizer: torch.optim.Optimizer, known: Mapping[int, tuple[str, str]]) -> dict[int, str]:

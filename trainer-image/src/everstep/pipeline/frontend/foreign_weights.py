@@ -126,6 +126,7 @@ class ForeignTensor:
     """A weight of another stage, beside the class that it had: its values are not to be read."""
 
     plain: type
+    is_trained_elsewhere = True  # for checkpoints, which know nothing of pipelines
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
