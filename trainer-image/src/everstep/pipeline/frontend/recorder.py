@@ -246,7 +246,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             before = [tensor._version for tensor in tensors]
             if func in _OF_MEMORY and (name_of := self.record.given.get(_get_storage_key(tensors[0]))) is not None:
                 self.record.laid_out.add(name_of)
-            result = run_operation(self.sizes, name, func, (real_args, real_kwargs))
+            result = run_operation(name, func, (real_args, real_kwargs))
             # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
             if self.sizes.new_conditions(name, tensors) and self.sizes.batch_is_fixed():
                 raise SizesFixed(self._stack[-1].path)

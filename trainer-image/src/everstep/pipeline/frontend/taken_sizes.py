@@ -14,49 +14,49 @@ from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
 
 Growth = Callable[[Any], Any]  # of the steps by which a size is larger, which may be fewer than none
 _STEPS = range(1, 9)  # by which a size is tried larger than the example's
-
-
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
-def run_operation(sizes: Sizes, name: str, func: Callable[..., Any], given: Any) -> Any:
-    """Run an operation on tensors without data. A recurrent one takes any length, but torch has it go through the
-    length of the example, step by step, which would be a number from then on: it is run with numbers alone, and what it
-    gives has the sizes from which those of its results come.
+def run_operation(name: str, func: Callable[..., Any], given: Any) -> Any:
+    """Run an operation on tensors without data.
+
+    A recurrent one takes any length, but torch has it go through that of the example, step by step, which would be a
+    number from then on. So it is run with small numbers in the place of all sizes, and its results have the sizes from
+    which theirs come.
 
     Args:
-        sizes: Of the trace.
         name: The operation's.
         func: The operation.
         given: Its arguments and its named arguments.
     """
-    leaves, spec = pytree.tree_flatten(given)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     args, kwargs = given
     if name not in _RECURRENT:
         return func(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for leaf in tensors:
         if leaf.dim() > 1:
             int(leaf.shape[-1])  # its features are those of the weights, and a number
-    places: list[Any] = [size for leaf in tensors for size in leaf.shape]
-    known = {size.node.expr: size for size in places if isinstance(size, torch.SymInt) and size.node.expr.free_symbols}
-    hints = sizes.hints(sizes.hint)
+    sizes: list[Any] = [size for leaf in tensors for size in leaf.shape if isinstance(size, torch.SymInt)]
+    known = {size.node.expr: size for size in sizes if size.node.expr.free_symbols}
+    small = {expr: number for number, expr in enumerate(known, 2)}
 
-    def run(more: Mapping[Any, int]) -> list[Any]:
-        args, kwargs = pytree.tree_unflatten([_make_number(leaf, hints, more) for leaf in leaves], spec)
+    def run(numbers: Mapping[Any, int]) -> list[Any]:
+        args, kwargs = pytree.tree_unflatten([_make_number(leaf, {}, numbers) for leaf in leaves], spec)
         return list(func(*args, **kwargs))
 
     try:
-        results, grown = run({}), {expr: run({expr: 1}) for expr in known}
+        results, grown = run(small), {expr: run({**small, expr: number + 1}) for expr, number in small.items()}
     except Exception:
         return func(*args, **kwargs)  # which says what is wrong, or takes no other size
 
     def restore(at: int, like: Any) -> Any:
-        follows = [
-            [known[expr] for expr, found in grown.items() if found[at].shape[dim] != like.shape[dim]]
-            for dim in range(like.dim())
-        ]
-        shape = [sizes[0] if sizes else like.shape[dim] for dim, sizes in enumerate(follows)]
+        shape = list(like.shape)
+        for expr, found in grown.items():
+            shape = [
+                size if then == now else known[expr]
+                for size, now, then in zip(shape, like.shape, found[at].shape, strict=True)
+            ]
         made = like.new_empty(shape)
         return made.requires_grad_().clone() if like.requires_grad else made
 
@@ -85,10 +85,11 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
     if not sizes.took_number or not taken or not fixed:
         return result
     hints = sizes.hints(sizes.hint)
+    hints_of = {expr: evaluate_size(expr, hints) for expr in taken}
 
     def run(more: Mapping[Any, int]) -> list[list[int]]:
-        numbers = [_make_number(leaf, hints, more) for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(numbers, spec)
+        numbers = {expr: hints_of[expr] + step for expr, step in more.items()}
+        args, kwargs = pytree.tree_unflatten([_make_number(leaf, hints, numbers) for leaf in leaves], spec)
         found = pytree.tree_leaves(func(*args, **kwargs))
         return [list(leaf.shape) for leaf in found if isinstance(leaf, torch.Tensor)]
 
@@ -111,11 +112,10 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
     lasting = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
     if any(leaf.requires_grad or leaf.untyped_storage()._cdata in lasting for leaf in made):
         raise SizesFixed(path, FIXES_SIZES)
-    numbers = {expr: evaluate_size(expr, hints) for expr in taken}
 
     def restore(at: int, leaf: Any) -> Any:
         def grow(size: Any, by: Mapping[Any, Growth]) -> Any:
-            return sum((fit(taken[expr] - numbers[expr]) for expr, fit in by.items()), size)
+            return sum((fit(taken[expr] - hints_of[expr]) for expr, fit in by.items()), size)
 
         return leaf.new_empty([grow(size, growth.get((at, dim), {})) for dim, size in enumerate(leaf.shape)])
 
@@ -137,13 +137,13 @@ def _fit_growth(more: Sequence[int]) -> Growth | None:
     return next((fit for fit in fits if list(map(fit, _STEPS)) == list(more)), None)
 
 
-def _make_number(leaf: Any, hints: Mapping[Any, int], more: Mapping[Any, int]) -> Any:
-    """Return a leaf with numbers in the place of sizes; a tensor has no data either way."""
-    if isinstance(leaf, torch.SymInt):
-        return evaluate_size(leaf.node.expr, hints) + more.get(leaf.node.expr, 0)
-    if isinstance(leaf, torch.SymFloat | torch.SymBool):
-        return evaluate_size(leaf.node.expr, hints)
+def _make_number(leaf: Any, hints: Mapping[Any, int], numbers: Mapping[Any, int]) -> Any:
+    """Return a leaf with numbers in the place of sizes: those given, or those of the hints for their symbols. A tensor
+    has no data either way."""
+    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+        expr = leaf.node.expr
+        return numbers[expr] if expr in numbers else evaluate_size(expr, hints)
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    shape = [_make_number(size, hints, more) for size in leaf.shape]
+    shape = [_make_number(size, hints, numbers) for size in leaf.shape]
     return torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
