@@ -176,15 +176,16 @@ def test_code_computes_with_the_length_before_and_behind_a_recurrent_layer(kind:
         torch.testing.assert_close(run_stages(stages, {"x": x}), model(x))
 
 
-def test_a_length_behind_a_recurrent_layer_that_follows_from_a_size_is_no_number() -> None:
+@pytest.mark.parametrize("height", [1, 2])
+def test_a_length_behind_a_recurrent_layer_that_follows_from_a_size_is_no_number(height: int) -> None:
     class Model(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.shrink = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.MaxPool2d((4, 2)))
-            self.rnn, self.last = nn.GRU(5, 5), nn.Linear(5, 5)
+            self.shrink = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.MaxPool2d((4 // height, 2)))
+            self.rnn, self.last = nn.GRU(5 * height, 5), nn.Linear(5, 5)
 
         def forward(self, x: Any) -> Any:
-            y, _ = self.rnn(self.shrink(x).squeeze(2).permute(2, 0, 1))
+            y, _ = self.rnn(self.shrink(x).flatten(1, 2).permute(2, 0, 1))  # the height is among the features
             return self.last(y.sum(0) / y.shape[0])
 
     model = Model().double()

@@ -34,19 +34,18 @@ def run_operation(name: str, func: Callable[..., Any], given: Any) -> Any:
         return func(*args, **kwargs)
     leaves, spec = pytree.tree_flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    for leaf in tensors:
-        if leaf.dim() > 1:
-            int(leaf.shape[-1])  # its features are those of the weights, and a number
     sizes: list[Any] = [size for leaf in tensors for size in leaf.shape if isinstance(size, torch.SymInt)]
-    known = {size.node.expr: size for size in sizes if size.node.expr.free_symbols}
-    small = {expr: number for number, expr in enumerate(known, 2)}
+    widths: list[Any] = [leaf.shape[-1] for leaf in tensors if leaf.dim() > 1]  # those of the weights, and numbers
+    features = {width.node.expr: int(width) for width in widths if isinstance(width, torch.SymInt)}
+    known = {size.node.expr: size for size in sizes if size.node.expr.free_symbols and size.node.expr not in features}
+    small = features | {expr: number for number, expr in enumerate(known, 2)}
 
     def run(numbers: Mapping[Any, int]) -> list[Any]:
         args, kwargs = pytree.tree_unflatten([_make_number(leaf, {}, numbers) for leaf in leaves], spec)
         return list(func(*args, **kwargs))
 
     try:
-        results, grown = run(small), {expr: run({**small, expr: number + 1}) for expr, number in small.items()}
+        results, grown = run(small), {expr: run({**small, expr: small[expr] + 1}) for expr in known}
     except Exception:
         return func(*args, **kwargs)  # which says what is wrong, or takes no other size
 
