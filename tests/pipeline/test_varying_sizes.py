@@ -226,6 +226,21 @@ def test_a_size_that_follows_from_another_is_that_of_the_batch_where_an_operatio
     torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
 
 
+def test_a_condition_that_no_size_can_have_ends_no_trace() -> None:
+    class Patches(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(6, 5)
+
+        def forward(self, x: Any) -> Any:
+            return self.last(nn.functional.unfold(self.first(x), (3, 1)).transpose(1, 2))
+
+    model = Patches().double()
+    found = trace_model(model, torch.randn(3, 1, 12, 5, dtype=torch.float64))
+    x = torch.randn(2, 1, 9, 7, dtype=torch.float64)
+    torch.testing.assert_close(run_stages(split_model(found, {"last": 1}), {"x": x}), model(x))
+
+
 def test_what_depends_on_data_is_known_and_what_does_not_is_not() -> None:
     def look(function: Any, *given: Any) -> bool:
         class Model(nn.Module):  # type: ignore[misc]

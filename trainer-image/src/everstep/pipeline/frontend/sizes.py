@@ -202,7 +202,7 @@ def is_broken(condition: Any, values: Mapping[Any, int]) -> bool:
     """Tell whether a condition on sizes does not hold, as far as it can be computed."""
     try:
         return evaluate_size(condition, values) is False
-    except (ArithmeticError, TypeError, ValueError):  # as of a remainder by a size that becomes 0
+    except (ArithmeticError, AssertionError, TypeError, ValueError):  # as of a remainder by a size that becomes 0
         return False
 
 
