@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.pipeline import LayoutOptions, PlanOptions, pipeline  # noqa: E402
+from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend import trace_model  # noqa: E402
 from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
@@ -224,6 +225,50 @@ def test_a_size_that_follows_from_another_is_that_of_the_batch_where_an_operatio
     found = trace_model(model, torch.ones(3, 1, 4, 16, dtype=torch.float64))
     x = torch.linspace(-1.0, 1.0, 160, dtype=torch.float64).view(2, 1, 4, 20)
     torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
+
+
+class Moving(nn.Module):  # type: ignore[misc]
+    """A spatial transformer, behind a layer that makes images smaller by `stride`."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.first, self.mid, self.last = nn.Conv2d(1, 3, 3, stride, 1), nn.Conv2d(3, 4, 3, 2, 1), nn.Linear(4, 3)
+        self.places = nn.Linear(3, 6)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        grid = nn.functional.affine_grid(self.places(y.mean((2, 3))).view(-1, 2, 3), y.size(), align_corners=False)
+        y = nn.functional.grid_sample(y, grid, align_corners=False)
+        return self.last(self.mid(y).flatten(2).sum(-1) / (y.shape[2] * y.shape[3]))
+
+
+def test_a_size_that_torch_computes_from_a_number_is_that_of_the_batch_too() -> None:
+    model = Moving(2).double()
+    found = trace_model(model, torch.randn(4, 1, 12, 16, dtype=torch.float64))
+    x = torch.randn(3, 1, 16, 20, dtype=torch.float64)
+    torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
+
+
+def test_what_learns_and_has_the_size_of_an_argument_that_an_operation_takes_for_a_number_is_of_that_number() -> None:
+    class Sounds(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.mid, self.last = nn.Linear(5, 5), nn.Linear(12, 12)
+
+        def forward(self, x: Any) -> Any:
+            window = torch.hann_window(8, dtype=x.dtype)
+            parts = torch.stft(x, 8, 4, window=window, return_complex=True)
+            mask = self.mid(parts.abs().transpose(1, 2)).transpose(1, 2)
+            return self.last(torch.istft(parts * mask, 8, 4, window=window, length=x.shape[1]))
+
+    for model, x, large in (
+        (Moving(1).double(), torch.randn(4, 1, 12, 16).double(), torch.randn(4, 1, 12, 20).double()),
+        (Sounds().double(), torch.randn(3, 12).double(), torch.randn(3, 16).double()),
+    ):
+        found = trace_model(model, x)
+        torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
+        with pytest.raises(PipelineError, match="takes this size for a number"):
+            found.sizes.check({"x": large})
 
 
 def test_a_condition_that_no_size_can_have_ends_no_trace() -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.record import FIXES_SIZES, SizesFixed
-from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
+from everstep.pipeline.frontend.sizes import Sizes, evaluate_size, symbols_of
 
 Growth = Callable[[Any], Any]  # of the steps by which a size is larger, which may be fewer than none
 _STEPS = range(1, 9)  # by which a size is tried larger than the example's
@@ -56,8 +57,7 @@ def run_operation(name: str, func: Callable[..., Any], given: Any) -> Any:
                 size if then == now else known[expr]
                 for size, now, then in zip(shape, like.shape, found[at].shape, strict=True)
             ]
-        made = like.new_empty(shape)
-        return made.requires_grad_().clone() if like.requires_grad else made
+        return _make_like(like, shape)
 
     return tuple(restore(at, like) for at, like in enumerate(results))
 
@@ -78,10 +78,14 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
         SizesFixed: If nobody knows how it grows, or the result is more than a new tensor.
     """
     leaves, spec = pytree.tree_flatten(given)
-    taken = {leaf.node.expr: leaf for leaf in leaves if isinstance(leaf, torch.SymInt)}
+    given_sizes: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
+    taken = {leaf.node.expr: leaf for leaf in given_sizes if leaf.node.expr.free_symbols}  # others are numbers by now
     made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    fixed = {(at, dim) for at, leaf in enumerate(made) for dim in range(leaf.dim()) if type(leaf.shape[dim]) is int}
-    if not sizes.took_number or not taken or not fixed:
+    own: dict[tuple[int, int], Any] = {
+        (at, dim): size for at, leaf in enumerate(made) for dim, size in enumerate(leaf.shape)
+    }
+    own = {place: size for place, size in own.items() if type(size) is int or size.node.expr not in taken}
+    if not sizes.took_number or not taken or not own:
         return result
     hints = sizes.hints(sizes.hint)
     hints_of = {expr: evaluate_size(expr, hints) for expr in taken}
@@ -98,28 +102,54 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
         all_grown = run(dict.fromkeys(taken, _STEPS[-1]))
     except Exception:
         return result  # it takes no other size, and says so when it runs
+
+    def is_followed(size: Any, at: int, dim: int) -> bool:
+        """Tell whether torch knows how a size grows, as not of what it computes from a number (48 // height)."""
+        if type(size) is int:
+            return False
+        steps = [
+            ({expr: step}, found) for expr, each in grown.items() for step, found in zip(_STEPS, each, strict=True)
+        ]
+        for more, found in [*steps, (dict.fromkeys(taken, _STEPS[-1]), all_grown)]:
+            known = {expr: sympy.Integer(hints_of[expr] + step) for expr, step in more.items()}
+            if evaluate_size(size.node.expr.xreplace(known), hints) != found[at][dim]:
+                return False
+        return True
+
     growth = dict[tuple[int, int], dict[Any, Growth]]()
-    for at, dim in fixed:
+    for at, dim in (place for place, size in own.items() if not is_followed(size, *place)):
         more = {expr: [found[at][dim] - usual[at][dim] for found in each] for expr, each in grown.items()}
         by = {expr: _fit_growth(each) for expr, each in more.items() if any(each)}
         if None in by.values() or all_grown[at][dim] - usual[at][dim] != sum(each[-1] for each in more.values()):
             raise SizesFixed(path, FIXES_SIZES)
-        if by:
-            growth[at, dim] = {expr: fit for expr, fit in by.items() if fit is not None}
+        if type(size := own[at, dim]) is not int:
+            if not symbols_of([size.node.expr]) <= symbols_of(taken):
+                raise SizesFixed(path, FIXES_SIZES)
+        elif not by:
+            continue
+        growth[at, dim] = {expr: fit for expr, fit in by.items() if fit is not None}
     if not growth:
         return result
     lasting = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    if any(leaf.requires_grad or leaf.untyped_storage()._cdata in lasting for leaf in made):
+    if any(leaf.untyped_storage()._cdata in lasting for leaf in made):
         raise SizesFixed(path, FIXES_SIZES)
 
     def restore(at: int, leaf: Any) -> Any:
-        def grow(size: Any, by: Mapping[Any, Growth]) -> Any:
-            return sum((fit(taken[expr] - hints_of[expr]) for expr, fit in by.items()), size)
+        def grow(dim: int, by: Mapping[Any, Growth]) -> Any:
+            return sum((fit(taken[expr] - hints_of[expr]) for expr, fit in by.items()), usual[at][dim])
 
-        return leaf.new_empty([grow(size, growth.get((at, dim), {})) for dim, size in enumerate(leaf.shape)])
+        places = [(at, dim) for dim in range(leaf.dim())]
+        shape = [grow(place[1], growth[place]) if place in growth else leaf.shape[place[1]] for place in places]
+        return _make_like(leaf, shape)
 
     counts = iter(range(len(made)))
     return pytree.tree_map(lambda leaf: restore(next(counts), leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def _make_like(like: Any, shape: Sequence[Any]) -> Any:
+    """Return a tensor without data of another shape, of which a gradient can be asked as of the other."""
+    made = like.new_empty(shape)
+    return made.requires_grad_().clone() if like.requires_grad else made
 
 
 def _fit_growth(more: Sequence[int]) -> Growth | None:
