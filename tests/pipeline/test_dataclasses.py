@@ -14,7 +14,6 @@ from torch import nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 from everstep.pipeline import PlanOptions, pipeline  # noqa: E402
-from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
 from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
 from everstep.pipeline.frontend.split import split_model  # noqa: E402
@@ -166,7 +165,5 @@ def test_a_dataclass_without_tensors_stays_one_value() -> None:
         def forward(self, x: Any, setting: Any) -> Any:
             return self.layer(x) * setting.power
 
-    arguments = Arguments(Choosing())
-    arguments.traced_with(arguments.name({"x": X, "setting": Setting(2)}))
     trace_model(Choosing().double(), {"x": X, "setting": Setting(2)})
     assert pytree.tree_leaves(Setting(2)) == [Setting(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -175,6 +176,25 @@ def test_code_computes_with_the_length_before_and_behind_a_recurrent_layer(kind:
         x = torch.arange(samples * length).view(samples, length) % 11
         stages = split_model(found, {"mid": 1, "last": 2})
         torch.testing.assert_close(run_stages(stages, {"x": x}), model(x))
+
+
+def test_a_recurrent_layer_is_not_traced_step_by_step_where_the_length_is_a_number() -> None:
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rnn, self.last = nn.Linear(3, 5), nn.GRU(5, 4, batch_first=True), nn.Linear(4, 5)
+
+        def forward(self, x: Any) -> Any:
+            places = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+            y, _ = self.rnn(self.first(x) + places[:, None])
+            return self.last(y) / y.shape[1]
+
+    model, x = Model().double(), torch.randn(3, 800, 3, dtype=torch.float64)
+    begin = time.process_time()
+    found = trace_model(model, x)
+    assert time.process_time() - begin < 10  # 1 s; step by step, more than 60 s
+    assert [place for place, _ in found.sizes.numbers] == [("x", (), 1), ("x", (), 2)]
+    torch.testing.assert_close(run_stages(split_model(found, {"rnn": 1, "last": 2}), {"x": x}), model(x))
 
 
 @pytest.mark.parametrize("height", [1, 2])

@@ -39,7 +39,7 @@ from everstep.pipeline.frontend.refs import (
     holds_more,
     iterate_references,
     make_template,
-    open_dataclasses,
+    register_dataclasses,
 )
 from everstep.pipeline.frontend.renames import Renames
 from everstep.pipeline.frontend.sizes import Sizes
@@ -246,7 +246,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             before = [tensor._version for tensor in tensors]
             if func in _OF_MEMORY and (name_of := self.record.given.get(_get_storage_key(tensors[0]))) is not None:
                 self.record.laid_out.add(name_of)
-            result = run_operation(name, func, (real_args, real_kwargs))
+            result = run_operation(name, func, (real_args, real_kwargs), self._stack[-1].path)
             # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
             if self.sizes.new_conditions(name, tensors) and self.sizes.batch_is_fixed():
                 raise SizesFixed(self._stack[-1].path)
@@ -388,7 +388,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         """Return the template of what a module was given or gave; None if there is something in it that cannot be made
         again."""
         try:
-            found = make_template(open_dataclasses(structure), self._refer)
+            found = make_template(register_dataclasses(structure), self._refer)
         except CannotFollow:
             return None
         return None if any(map(holds_more, pytree.tree_leaves(structure))) else found

@@ -272,20 +272,20 @@ def holds_more(leaf: Any) -> bool:
     return not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__")
 
 
-def open_dataclasses(structure: Any) -> Any:
-    """Return a structure, after torch knows the dataclasses in it as structures of their fields, as it does lists."""
-    while found := {type(leaf) for leaf in pytree.tree_leaves(structure) if _is_open(leaf)}:
+def register_dataclasses(structure: Any) -> Any:
+    """Return a structure, after its dataclasses are registered with torch's pytree as structures of their fields."""
+    while found := {type(leaf) for leaf in pytree.tree_leaves(structure) if _has_only_fields(leaf)}:
         for each in found:
             pytree.register_pytree_node(each, _list_fields, partial(_make_dataclass, each))
     return structure
 
 
-def _is_open(leaf: Any) -> bool:
+def _has_only_fields(leaf: Any) -> bool:
     """Tell whether a leaf is an instance of a dataclass with tensors in it, and with nothing beside its fields."""
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type | torch.Tensor | nn.Module | dict | list | tuple):
         return False
     values, names = _list_fields(leaf)
-    has_tensors = any(isinstance(each, torch.Tensor) or _is_open(each) for each in pytree.tree_leaves(values))
+    has_tensors = any(isinstance(each, torch.Tensor) or _has_only_fields(each) for each in pytree.tree_leaves(values))
     return has_tensors and getattr(leaf, "__dict__", {}).keys() <= set(names)
 
 

@@ -3,7 +3,7 @@ example's size, from which the model's code would go on with the example's numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -14,11 +14,12 @@ from everstep.pipeline.frontend.record import FIXES_SIZES, SizesFixed
 from everstep.pipeline.frontend.sizes import Sizes, evaluate_size, symbols_of
 
 Growth = Callable[[Any], Any]  # of the steps by which a size is larger, which may be fewer than none
-_STEPS = range(1, 9)  # by which a size is tried larger than the example's
+Steps = dict[Any, int]  # by which sizes are larger than the example's, by their expressions
+_STEPS = range(1, 9)  # that are tried
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
-def run_operation(name: str, func: Callable[..., Any], given: Any) -> Any:
+def run_operation(name: str, func: Callable[..., Any], given: Any, path: str) -> Any:
     """Run an operation on tensors without data.
 
     A recurrent one takes any length, but torch has it go through that of the example, step by step, which would be a
@@ -29,10 +30,24 @@ def run_operation(name: str, func: Callable[..., Any], given: Any) -> Any:
         name: The operation's.
         func: The operation.
         given: Its arguments and its named arguments.
+        path: The module whose code calls it.
+
+    Raises:
+        SizesFixed: If a recurrent operation takes no other sizes than the example's.
     """
     args, kwargs = given
     if name not in _RECURRENT:
         return func(*args, **kwargs)
+    # What is not packed has three dimensions, and the last argument tells which of them is the length.
+    dim = int(args[-1]) if args[0].dim() == 3 and not kwargs else None
+    if dim is None or symbols_of([_find_expr(args[0].shape[dim])]):
+        return _run_recurrent(func, given, path)
+    length = int(args[0].shape[dim])
+    first, *rest = _run_recurrent(func, ((args[0].narrow(dim, 0, min(length, 2)), *args[1:]), kwargs), path)
+    return (_make_like(first, [*first.shape[:dim], length, *first.shape[dim + 1 :]]), *rest)
+
+
+def _run_recurrent(func: Callable[..., Any], given: Any, path: str) -> tuple[Any, ...]:
     leaves, spec = pytree.tree_flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sizes: list[Any] = [size for leaf in tensors for size in leaf.shape if isinstance(size, torch.SymInt)]
@@ -47,8 +62,12 @@ def run_operation(name: str, func: Callable[..., Any], given: Any) -> Any:
 
     try:
         results, grown = run(small), {expr: run({**small, expr: small[expr] + 1}) for expr in known}
-    except Exception:
-        return func(*args, **kwargs)  # which says what is wrong, or takes no other size
+    except Exception as error:
+        args, kwargs = given
+        result = func(*args, **kwargs)  # which says what is wrong
+        if any(not expr.is_Symbol for expr in known):
+            raise SizesFixed(path, FIXES_SIZES) from error
+        return tuple(result)
 
     def restore(at: int, like: Any) -> Any:
         shape = list(like.shape)
@@ -77,73 +96,77 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
     Raises:
         SizesFixed: If nobody knows how it grows, or the result is more than a new tensor.
     """
-    leaves, spec = pytree.tree_flatten(given)
+    leaves = pytree.tree_leaves(given)
     given_sizes: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
     taken = {leaf.node.expr: leaf for leaf in given_sizes if leaf.node.expr.free_symbols}  # others are numbers by now
     made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    own: dict[tuple[int, int], Any] = {
-        (at, dim): size for at, leaf in enumerate(made) for dim, size in enumerate(leaf.shape)
-    }
-    own = {place: size for place, size in own.items() if type(size) is int or size.node.expr not in taken}
+    own = {(at, dim): _find_expr(size) for at, leaf in enumerate(made) for dim, size in enumerate(leaf.shape)}
+    own = {place: expr for place, expr in own.items() if expr not in taken}
     if not sizes.took_number or not taken or not own:
         return result
     hints = sizes.hints(sizes.hint)
-    hints_of = {expr: evaluate_size(expr, hints) for expr in taken}
-
-    def run(more: Mapping[Any, int]) -> list[list[int]]:
-        numbers = {expr: hints_of[expr] + step for expr, step in more.items()}
-        args, kwargs = pytree.tree_unflatten([_make_number(leaf, hints, numbers) for leaf in leaves], spec)
-        found = pytree.tree_leaves(func(*args, **kwargs))
-        return [list(leaf.shape) for leaf in found if isinstance(leaf, torch.Tensor)]
-
+    more = {expr: leaf - evaluate_size(expr, hints) for expr, leaf in taken.items()}
     try:
-        usual = run({})
-        grown = {expr: [run({expr: step}) for step in _STEPS] for expr in taken}
-        all_grown = run(dict.fromkeys(taken, _STEPS[-1]))
+        trials = _try_larger(func, given, taken, hints)
     except Exception:
         return result  # it takes no other size, and says so when it runs
-
-    def is_followed(size: Any, at: int, dim: int) -> bool:
-        """Tell whether torch knows how a size grows, as not of what it computes from a number (48 // height)."""
-        if type(size) is int:
-            return False
-        steps = [
-            ({expr: step}, found) for expr, each in grown.items() for step, found in zip(_STEPS, each, strict=True)
-        ]
-        for more, found in [*steps, (dict.fromkeys(taken, _STEPS[-1]), all_grown)]:
-            known = {expr: sympy.Integer(hints_of[expr] + step) for expr, step in more.items()}
-            if evaluate_size(size.node.expr.xreplace(known), hints) != found[at][dim]:
-                return False
-        return True
-
-    growth = dict[tuple[int, int], dict[Any, Growth]]()
-    for at, dim in (place for place, size in own.items() if not is_followed(size, *place)):
-        more = {expr: [found[at][dim] - usual[at][dim] for found in each] for expr, each in grown.items()}
-        by = {expr: _fit_growth(each) for expr, each in more.items() if any(each)}
-        if None in by.values() or all_grown[at][dim] - usual[at][dim] != sum(each[-1] for each in more.values()):
-            raise SizesFixed(path, FIXES_SIZES)
-        if type(size := own[at, dim]) is not int:
-            if not symbols_of([size.node.expr]) <= symbols_of(taken):
-                raise SizesFixed(path, FIXES_SIZES)
-        elif not by:
+    shapes, changed = [list(leaf.shape) for leaf in made], False
+    for (at, dim), expr in own.items():
+        seen = [(steps, found[at][dim]) for steps, found in trials]
+        if all(_evaluate_larger(expr, steps, hints) == size for steps, size in seen):
             continue
-        growth[at, dim] = {expr: fit for expr, fit in by.items() if fit is not None}
-    if not growth:
+        growth = _find_growth(seen)
+        if growth is None or not symbols_of([expr]) <= symbols_of(taken):
+            raise SizesFixed(path, FIXES_SIZES)
+        shapes[at][dim], changed = sum((grow(more[each]) for each, grow in growth.items()), seen[0][1]), True
+    if not changed:
         return result
     lasting = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
     if any(leaf.untyped_storage()._cdata in lasting for leaf in made):
         raise SizesFixed(path, FIXES_SIZES)
+    restored = map(_make_like, made, shapes)
+    return pytree.tree_map(lambda leaf: next(restored) if isinstance(leaf, torch.Tensor) else leaf, result)
 
-    def restore(at: int, leaf: Any) -> Any:
-        def grow(dim: int, by: Mapping[Any, Growth]) -> Any:
-            return sum((fit(taken[expr] - hints_of[expr]) for expr, fit in by.items()), usual[at][dim])
 
-        places = [(at, dim) for dim in range(leaf.dim())]
-        shape = [grow(place[1], growth[place]) if place in growth else leaf.shape[place[1]] for place in places]
-        return _make_like(leaf, shape)
+def _find_expr(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
-    counts = iter(range(len(made)))
-    return pytree.tree_map(lambda leaf: restore(next(counts), leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+def _try_larger(
+    func: Callable[..., Any], given: Any, exprs: Collection[Any], hints: Mapping[Any, int]
+) -> list[tuple[Steps, list[Sequence[int]]]]:
+    """Return the shapes of what an operation makes with the example's sizes, with each of these larger by some steps,
+    and with all of them larger."""
+    leaves, spec = pytree.tree_flatten(given)
+    several = [dict.fromkeys(exprs, _STEPS[-1])] if len(exprs) > 1 else []
+    found = list[tuple[Steps, list[Sequence[int]]]]()
+    for steps in [Steps(), *({expr: step} for expr in exprs for step in _STEPS), *several]:
+        numbers = {expr: evaluate_size(expr, hints) + step for expr, step in steps.items()}
+        args, kwargs = pytree.tree_unflatten([_make_number(leaf, hints, numbers) for leaf in leaves], spec)
+        made = pytree.tree_leaves(func(*args, **kwargs))
+        found.append((steps, [tuple(leaf.shape) for leaf in made if isinstance(leaf, torch.Tensor)]))
+    return found
+
+
+def _evaluate_larger(expr: Any, steps: Steps, hints: Mapping[Any, int]) -> Any:
+    """Return what torch takes a size for where others are larger by these steps: it does not know of what it has
+    computed from a number of the example (48 // height) that it grows."""
+    if isinstance(expr, int):
+        return expr
+    larger = {each: sympy.Integer(evaluate_size(each, hints) + step) for each, step in steps.items()}
+    return evaluate_size(expr.xreplace(larger), hints)
+
+
+def _find_growth(seen: Sequence[tuple[Steps, int]]) -> dict[Any, Growth] | None:
+    """Return how a size grows with each of others, if it grows with several as with each alone."""
+    usual, exprs = seen[0][1], list(dict.fromkeys(expr for steps, _ in seen for expr in steps))
+    alone = {expr: [size - usual for steps, size in seen if steps.keys() == {expr}] for expr in exprs}
+    fits = {expr: _fit_growth(each) for expr, each in alone.items()}
+    found = {expr: fit for expr, fit in fits.items() if fit is not None}
+    if len(found) < len(fits):
+        return None
+    are_right = (size - usual == sum(found[expr](step) for expr, step in steps.items()) for steps, size in seen)
+    return found if all(are_right) else None
 
 
 def _make_like(like: Any, shape: Sequence[Any]) -> Any:
