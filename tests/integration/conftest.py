@@ -19,7 +19,7 @@ from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.node_leases import NODE_LEASES_NAMESPACE
 from everstep_operator.cluster.rbac import USED_PERMISSIONS
-from everstep_operator.cluster.resources import JOBS, ApiResource
+from everstep_operator.cluster.resources import JOBS, NODES, ApiResource
 from tests.integration.world import NAMESPACES, OWN_NAMESPACE, SERVICE_ACCOUNTS, OperatorProcess, World, until
 
 CRDS = ApiResource(
@@ -158,4 +158,8 @@ async def _world(control_plane: ControlPlane, agent_port: int) -> AsyncIterator[
     finally:
         for job in await world.all(JOBS):  # else every operator of later tests looks after it too, and counts it
             await client.delete(JOBS, name, job["metadata"]["name"], uid=job["metadata"]["uid"])
+        # Else a set of a later test is counted against them, and tainted or small ones have no place for it.
+        async for page in client.list(NODES, None):
+            for node in page.items:
+                await client.delete(NODES, None, node["metadata"]["name"], uid=None)
         await client.close()
