@@ -185,7 +185,7 @@ def test_a_recurrent_layer_is_not_traced_step_by_step_where_the_length_is_a_numb
             self.first, self.rnn, self.last = nn.Linear(3, 5), nn.GRU(5, 4, batch_first=True), nn.Linear(4, 5)
 
         def forward(self, x: Any) -> Any:
-            places = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+            places = torch.linspace(0, 1, int(x.shape[1]), dtype=x.dtype)
             y, _ = self.rnn(self.first(x) + places[:, None])
             return self.last(y) / y.shape[1]
 
@@ -247,6 +247,26 @@ def test_a_size_that_follows_from_another_is_that_of_the_batch_where_an_operatio
     torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
 
 
+def test_code_computes_with_the_length_behind_pooling_over_it() -> None:
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.mid, self.last = nn.Conv1d(2, 5, 3), nn.Linear(5, 5), nn.Linear(5, 3)
+            self.pool = nn.MaxPool1d(3, 2, 1)
+
+        def forward(self, x: Any) -> Any:
+            y = torch.max_pool1d(self.pool(self.first(x)), 2, ceil_mode=True).transpose(1, 2)
+            places = torch.arange(y.shape[1], dtype=y.dtype) / y.shape[1]
+            return self.last(self.mid(y) * places[:, None])
+
+    model = Model().double()
+    found = trace_model(model, torch.randn(4, 2, 24, dtype=torch.float64))
+    for length in (24, 29, 17):
+        x = torch.randn(3, 2, length, dtype=torch.float64)
+        found.sizes.check({"x": x})
+        torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
+
+
 class Moving(nn.Module):  # type: ignore[misc]
     """A spatial transformer, behind a layer that makes images smaller by `stride`."""
 
@@ -262,10 +282,12 @@ class Moving(nn.Module):  # type: ignore[misc]
         return self.last(self.mid(y).flatten(2).sum(-1) / (y.shape[2] * y.shape[3]))
 
 
-def test_a_size_that_torch_computes_from_a_number_is_that_of_the_batch_too() -> None:
-    model = Moving(2).double()
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_size_that_torch_computes_from_a_number_is_that_of_the_batch_too(stride: int) -> None:
+    model = Moving(stride).double()
     found = trace_model(model, torch.randn(4, 1, 12, 16, dtype=torch.float64))
     x = torch.randn(3, 1, 16, 20, dtype=torch.float64)
+    found.sizes.check({"x": x})
     torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
 
 
@@ -281,14 +303,49 @@ def test_what_learns_and_has_the_size_of_an_argument_that_an_operation_takes_for
             mask = self.mid(parts.abs().transpose(1, 2)).transpose(1, 2)
             return self.last(torch.istft(parts * mask, 8, 4, window=window, length=x.shape[1]))
 
-    for model, x, large in (
-        (Moving(1).double(), torch.randn(4, 1, 12, 16).double(), torch.randn(4, 1, 12, 20).double()),
-        (Sounds().double(), torch.randn(3, 12).double(), torch.randn(3, 16).double()),
-    ):
-        found = trace_model(model, x)
-        torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
-        with pytest.raises(PipelineError, match="takes this size for a number"):
-            found.sizes.check({"x": large})
+    model, x = Sounds().double(), torch.randn(3, 12, dtype=torch.float64)
+    found = trace_model(model, x)
+    torch.testing.assert_close(run_stages(split_model(found, {"mid": 1, "last": 2}), {"x": x}), model(x))
+    with pytest.raises(PipelineError, match="takes this size for a number"):
+        found.sizes.check({"x": torch.randn(3, 16, dtype=torch.float64)})
+
+
+def _place(y: Any) -> Any:
+    rows, columns = (torch.linspace(-1, 1, size, dtype=y.dtype) for size in y.shape[2:])
+    return y + torch.stack(torch.meshgrid(rows, columns, indexing="ij")).sum(0)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda y: _place(y).mean((2, 3)),
+        lambda y: nn.functional.avg_pool2d(y, y.size()[2:]).view(y.size(0), -1),
+        lambda y: nn.functional.max_pool2d(y, kernel_size=y.shape[2:], stride=1).squeeze(-1).squeeze(-1),
+        lambda y: nn.functional.max_pool1d(y.flatten(2), y.shape[2] * y.shape[3]).squeeze(2),
+        lambda y: nn.functional.avg_pool1d(y.mean(3), 2, stride=y.shape[2] // 2).mean(2),
+        lambda y: nn.functional.lp_pool2d(y, 2, (y.shape[2], 2)).mean((2, 3)),
+        lambda y: nn.functional.max_pool2d(y, 2, padding=y.shape[2] % 2).mean((2, 3)),
+        lambda y: (y.sum(3) @ nn.functional.one_hot(torch.arange(y.shape[2]), y.shape[2]).to(y.dtype)).mean(2),
+        lambda y: y.mean(3)[:, :, torch.tril_indices(y.shape[2], y.shape[2], -1)[0]].mean(2),
+    ],
+    ids=["linspace", "avg", "max", "max1d", "stride", "lp", "padding", "one_hot", "tril"],
+)
+@pytest.mark.parametrize("stride", [1, 2], ids=["argument's", "behind a convolution"])
+def test_an_operation_takes_a_size_for_a_number_and_images_may_have_any(compute: Any, stride: int) -> None:
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 6, 3, stride, 1), nn.Linear(6, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.last(compute(self.first(x).abs() + 1))
+
+    model = Model().double()
+    found = trace_model(model, torch.randn(4, 2, 12, 16, dtype=torch.float64))
+    for height, width in (12, 16), (25, 18), (10, 11):
+        x = torch.randn(3, 2, height, width, dtype=torch.float64)
+        found.sizes.check({"x": x})
+        torch.testing.assert_close(run_stages(split_model(found, {"last": 1}), {"x": x}), model(x))
 
 
 def test_a_condition_that_no_size_can_have_ends_no_trace() -> None:

@@ -241,28 +241,28 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 raise CannotFollow(f"{name} replaces the memory of a tensor")
             inputs = make_template((args, kwargs), self._refer)
             self.seeded = self.drawn = False
-            real_args, real_kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
-            tensors = [leaf for leaf in pytree.tree_leaves((real_args, real_kwargs)) if isinstance(leaf, torch.Tensor)]
+            given, here = pytree.tree_map(self._stand_in, (args, kwargs)), self._stack[-1]
+            tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
             before = [tensor._version for tensor in tensors]
             if func in _OF_MEMORY and (name_of := self.record.given.get(_get_storage_key(tensors[0]))) is not None:
                 self.record.laid_out.add(name_of)
-            result = run_operation(name, func, (real_args, real_kwargs), self._stack[-1].path)
+            result = run_operation(self.sizes, name, func, given, here.path)
             # What torch itself assumed, it checks whenever it runs, or `assumed_sizes` does.
             if self.sizes.new_conditions(name, tensors) and self.sizes.batch_is_fixed():
-                raise SizesFixed(self._stack[-1].path)
-            result = restore_sizes(self.sizes, func, (real_args, real_kwargs), result, self._stack[-1].path)
+                raise SizesFixed(here.path)
+            result = restore_sizes(self.sizes, func, given, result, here.path)
             mutated = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]
-            if func in _BY_STRIDES and _get_storage_key(tensors[0]) not in self.record.lasting:
-                mutated.append(tensors[0])  # so that who made it, and knows how it lies in memory, is in the same stage
-            if func in _MARKS:
+            # By strides: so that who made it, and knows how it lies in memory, is in the same stage.
+            if func in _MARKS or (func in _BY_STRIDES and _get_storage_key(tensors[0]) not in self.record.lasting):
                 mutated.append(tensors[0])
-            if func in _STATISTICS and not only_reads_statistics(self._stack[-1], args, kwargs):
+            if func in _STATISTICS and not only_reads_statistics(here, args, kwargs):
                 mutated += [tensor for tensor in tensors[1:3] if not isinstance(tensor, nn.Parameter)]
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if made or mutated:
                 self._note(name, func, inputs, result, tensors, made, mutated)
             return result
         finally:
+            self.sizes.release(as_numbers=True)
             self.busy = False
 
     def _note(

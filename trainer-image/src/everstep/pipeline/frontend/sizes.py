@@ -49,9 +49,27 @@ class _Env(ShapeEnv):  # type: ignore[misc]  # torch is not where types are chec
     asked: list[Any]
     known: set[Any]
     are_too_long = False
+    holds_for: set[Any] | None = None  # symbols that do not become numbers yet
+    held: list[Any]  # the equations by which they would
 
     def _get_user_frame(self) -> None:
         return None
+
+    def _maybe_guard_rel(self, expr: Any) -> None:  # type: ignore[override]  # torch keeps its answers, which are none
+        if self.holds_for and isinstance(expr, sympy.Eq) and expr.lhs in self.holds_for and expr.rhs.is_Integer:
+            self.held.append(expr)
+        else:
+            super()._maybe_guard_rel(expr)
+
+    def forget(self, condition: Any) -> int:
+        """Know no more of a condition, which was assumed, that it holds; return by how many the guards are fewer."""
+        before = len(self.guards)
+        self.guards[:] = [guard for guard in self.guards if guard.expr != condition]
+        for each, _ in self.get_implications(condition):
+            self.axioms.pop(each, None)
+        for cached in (ShapeEnv._inner_evaluate_expr, ShapeEnv._maybe_evaluate_static, ShapeEnv.get_axioms):
+            cached.cache_clear()  # which are made for conditions that hold for ever
+        return before - len(self.guards)
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as torch does, and keep in `asked` what was known already, of which there is no guard: each module
@@ -91,7 +109,7 @@ class Sizes:
             specialize_zero_one=False,
             duck_shape=False,
         )
-        self.env.asked, self.env.known, self.are_numbers = [], set(), are_numbers
+        self.env.asked, self.env.known, self.env.held, self.are_numbers = [], set(), [], are_numbers
         others = set(taken)
         self.hint = samples or next(prime for prime in sympy.primerange(7, 10_000) if prime not in others)
         self._count = 0
@@ -150,6 +168,28 @@ class Sizes:
         else:
             self.took_number = any(isinstance(each, sympy.Eq) for each in [*found, *asked])
         return found if name else list(dict.fromkeys([*found, *asked]))
+
+    def hold(self, given: Iterable[Any]) -> None:
+        """Let sizes stay symbols that the next operation takes for numbers, until `release`.
+
+        Args:
+            given: What the operation is given.
+        """
+        exprs = {leaf.node.expr for leaf in given if isinstance(leaf, torch.SymInt)}
+        self.env.holds_for = {expr for expr in exprs if expr.is_Symbol and expr != self.batch}
+
+    def release(self, *, as_numbers: bool) -> None:
+        """End `hold`.
+
+        Args:
+            as_numbers: Whether sizes that were taken for numbers are these from now on.
+        """
+        held, self.env.held, self.env.holds_for = self.env.held, [], None
+        for equation in held:
+            if as_numbers:
+                self.env._maybe_guard_rel(equation)
+            else:
+                self._seen -= self.env.forget(equation)
 
     def find_made_places(self, tensors: Iterable[Any]) -> dict[Any, list[tuple[int, int]]]:
         """Return where the sizes in `made` are, those too that have become others since: numbers of tensors, and of

@@ -10,8 +10,10 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
+from everstep.pipeline.frontend.pooling import is_pooling, run_pooling
 from everstep.pipeline.frontend.record import FIXES_SIZES, SizesFixed
 from everstep.pipeline.frontend.sizes import Sizes, evaluate_size, symbols_of
+from everstep.pipeline.frontend.stand_ins import make_like, make_number
 
 Growth = Callable[[Any], Any]  # of the steps by which a size is larger, which may be fewer than none
 Steps = dict[Any, int]  # by which sizes are larger than the example's, by their expressions
@@ -19,14 +21,15 @@ _STEPS = range(1, 9)  # that are tried
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
-def run_operation(name: str, func: Callable[..., Any], given: Any, path: str) -> Any:
-    """Run an operation on tensors without data.
+def run_operation(sizes: Sizes, name: str, func: Callable[..., Any], given: Any, path: str) -> Any:
+    """Run an operation on tensors without data, and hold the sizes that it is given until `restore_sizes` or a release.
 
     A recurrent one takes any length, but torch has it go through that of the example, step by step, which would be a
     number from then on. So it is run with small numbers in the place of all sizes, and its results have the sizes from
     which theirs come.
 
     Args:
+        sizes: Of the trace.
         name: The operation's.
         func: The operation.
         given: Its arguments and its named arguments.
@@ -36,6 +39,9 @@ def run_operation(name: str, func: Callable[..., Any], given: Any, path: str) ->
         SizesFixed: If a recurrent operation takes no other sizes than the example's.
     """
     args, kwargs = given
+    sizes.hold(pytree.tree_leaves(given))
+    if is_pooling(name):
+        return run_pooling(name, func, given)
     if name not in _RECURRENT:
         return func(*args, **kwargs)
     # What is not packed has three dimensions, and the last argument tells which of them is the length.
@@ -44,7 +50,7 @@ def run_operation(name: str, func: Callable[..., Any], given: Any, path: str) ->
         return _run_recurrent(func, given, path)
     length = int(args[0].shape[dim])
     first, *rest = _run_recurrent(func, ((args[0].narrow(dim, 0, min(length, 2)), *args[1:]), kwargs), path)
-    return (_make_like(first, [*first.shape[:dim], length, *first.shape[dim + 1 :]]), *rest)
+    return (make_like(first, [*first.shape[:dim], length, *first.shape[dim + 1 :]]), *rest)
 
 
 def _run_recurrent(func: Callable[..., Any], given: Any, path: str) -> tuple[Any, ...]:
@@ -57,7 +63,7 @@ def _run_recurrent(func: Callable[..., Any], given: Any, path: str) -> tuple[Any
     small = features | {expr: number for number, expr in enumerate(known, 2)}
 
     def run(numbers: Mapping[Any, int]) -> list[Any]:
-        args, kwargs = pytree.tree_unflatten([_make_number(leaf, {}, numbers) for leaf in leaves], spec)
+        args, kwargs = pytree.tree_unflatten([make_number(leaf, numbers) for leaf in leaves], spec)
         return list(func(*args, **kwargs))
 
     try:
@@ -76,7 +82,7 @@ def _run_recurrent(func: Callable[..., Any], given: Any, path: str) -> tuple[Any
                 size if then == now else known[expr]
                 for size, now, then in zip(shape, like.shape, found[at].shape, strict=True)
             ]
-        return _make_like(like, shape)
+        return make_like(like, shape)
 
     return tuple(restore(at, like) for at, like in enumerate(results))
 
@@ -117,15 +123,24 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
             continue
         growth = _find_growth(seen)
         if growth is None or not symbols_of([expr]) <= symbols_of(taken):
-            raise SizesFixed(path, FIXES_SIZES)
+            return _keep_result(sizes, taken, result, path)
         shapes[at][dim], changed = sum((grow(more[each]) for each, grow in growth.items()), seen[0][1]), True
+    lasting = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    if changed and any(leaf.untyped_storage()._cdata in lasting for leaf in made):
+        return _keep_result(sizes, taken, result, path)
+    sizes.release(as_numbers=False)
     if not changed:
         return result
-    lasting = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    if any(leaf.untyped_storage()._cdata in lasting for leaf in made):
-        raise SizesFixed(path, FIXES_SIZES)
-    restored = map(_make_like, made, shapes)
+    restored = map(make_like, made, shapes)
     return pytree.tree_map(lambda leaf: next(restored) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def _keep_result(sizes: Sizes, taken: Mapping[Any, Any], result: Any, path: str) -> Any:
+    """Return a result as it is, if the sizes that its operation has taken are numbers from now on."""
+    sizes.release(as_numbers=True)
+    if any(leaf.node.expr.free_symbols for leaf in taken.values()):
+        raise SizesFixed(path, FIXES_SIZES)
+    return result
 
 
 def _find_expr(size: Any) -> Any:
@@ -142,7 +157,7 @@ def _try_larger(
     found = list[tuple[Steps, list[Sequence[int]]]]()
     for steps in [Steps(), *({expr: step} for expr in exprs for step in _STEPS), *several]:
         numbers = {expr: evaluate_size(expr, hints) + step for expr, step in steps.items()}
-        args, kwargs = pytree.tree_unflatten([_make_number(leaf, hints, numbers) for leaf in leaves], spec)
+        args, kwargs = pytree.tree_unflatten([make_number(leaf, numbers) for leaf in leaves], spec)
         made = pytree.tree_leaves(func(*args, **kwargs))
         found.append((steps, [tuple(leaf.shape) for leaf in made if isinstance(leaf, torch.Tensor)]))
     return found
@@ -169,12 +184,6 @@ def _find_growth(seen: Sequence[tuple[Steps, int]]) -> dict[Any, Growth] | None:
     return found if all(are_right) else None
 
 
-def _make_like(like: Any, shape: Sequence[Any]) -> Any:
-    """Return a tensor without data of another shape, of which a gradient can be asked as of the other."""
-    made = like.new_empty(shape)
-    return made.requires_grad_().clone() if like.requires_grad else made
-
-
 def _fit_growth(more: Sequence[int]) -> Growth | None:
     """Return how a size grows by the steps of another, from what it has grown by after each of `_STEPS`: as a multiple,
     a half or a quarter, or the number of pairs; None if it is none of these."""
@@ -187,15 +196,3 @@ def _fit_growth(more: Sequence[int]) -> Growth | None:
     for parts in (2, 4):
         fits += [grow_as(parts, parts * more[-1] // len(more), start) for start in range(parts)]
     return next((fit for fit in fits if list(map(fit, _STEPS)) == list(more)), None)
-
-
-def _make_number(leaf: Any, hints: Mapping[Any, int], numbers: Mapping[Any, int]) -> Any:
-    """Return a leaf with numbers in the place of sizes: those given, or those of the hints for their symbols. A tensor
-    has no data either way."""
-    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-        expr = leaf.node.expr
-        return numbers[expr] if expr in numbers else evaluate_size(expr, hints)
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    shape = [_make_number(size, hints, numbers) for size in leaf.shape]
-    return torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
