@@ -55,6 +55,27 @@ def test_what_is_a_view_of_a_tensor_is_a_view_of_what_others_get_and_its_gaps_ar
     )
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("shape", [(4, 3, 5), (4, 1, 5), (4, 1, 1), (1, 3, 5)])
+def test_channels_that_are_last_are_last_for_one_sample_too(samples: int, shape: tuple[int, ...]) -> None:
+    tensor = torch.rand(samples, *shape).to(memory_format=torch.channels_last)
+    for each in (tensor, tensor[0][None]):
+        made = lay_out(each.contiguous(), describe_strides(each))
+        assert each.is_contiguous() or made.stride() == each.stride()
+
+
+def test_batch_normalisation_behind_a_cut_has_the_gradients_of_one_sample_with_channels_last() -> None:
+    came = torch.rand(1, 4, 3, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    back = torch.rand(1, 4, 3, 5, dtype=torch.float64)
+    found = []
+    for each in (came.clone(), lay_out(came.contiguous(), describe_strides(came))):
+        norm = nn.BatchNorm2d(4).double()
+        norm(each.requires_grad_()).backward(back)
+        found.append((each.grad, norm.weight.grad, norm.bias.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_elements_that_are_one_in_memory_are_sent_as_a_block() -> None:
     assert describe_strides(torch.arange(6.0).as_strided((4, 3), (1, 1))) is None
 
