@@ -348,6 +348,32 @@ def test_an_operation_takes_a_size_for_a_number_and_images_may_have_any(compute:
         torch.testing.assert_close(run_stages(split_model(found, {"last": 1}), {"x": x}), model(x))
 
 
+def test_a_loop_over_the_steps_behind_a_pooling_is_not_traced_once_more_for_each_of_them() -> None:
+    calls = []
+
+    class Steps(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool, self.cell = nn.AvgPool1d(4), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            calls.append(x.shape)
+            parts, state = self.pool(x).permute(2, 0, 1), torch.zeros_like(x[:, :, 0])
+            for at in range(parts.shape[0]):
+                state = torch.tanh(self.cell(parts[at] + state))
+            return state
+
+    trace_model(Steps(), torch.randn(3, WIDTH, 12))
+    few = len(calls)
+    found = trace_model(Steps(), torch.randn(3, WIDTH, 24))
+    assert len(calls) == 2 * few
+    x = torch.randn(3, WIDTH, 27)  # has as many steps
+    found.sizes.check({"x": x})
+    torch.testing.assert_close(run_stages(split_model(found, {"cell": 1}), {"x": x}), found.model(x))
+    with pytest.raises(PipelineError, match="size"):
+        found.sizes.check({"x": torch.randn(3, WIDTH, 20)})
+
+
 def test_a_condition_that_no_size_can_have_ends_no_trace() -> None:
     class Patches(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import sympy
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.fixed_sizes import Assumption
@@ -45,6 +46,8 @@ def find_assumptions(
             its number in `Sizes.made`.
     """
     inside = [each for call in record.root.all_calls() if call.path not in opened for each in call.conditions]
+    asked = [each for call in record.root.all_calls() if call.path in opened for each in call.conditions]
+    numbers = {each.lhs: each.rhs for each in asked if isinstance(each, sympy.Eq) and each.rhs.is_Integer}
     tried: dict[frozenset[Any], bool] = {}
     found, of_made = list[Assumption](), list[Any]()
     known = {*record.symbols, *record.sizes.made}
@@ -56,6 +59,8 @@ def find_assumptions(
         if not others:
             continue
         key = frozenset(others.items())
+        if condition.xreplace(numbers) == sympy.true:
+            tried[key] = True  # a loop takes other steps: a trace for each would show no more
         if key not in tried:
             tried[key] = _is_other(record, opened, record_with, others)
         if tried[key] and record.symbols.keys() >= set(symbols):
