@@ -196,7 +196,6 @@ ASSUMED: dict[str, tuple[Code, int, int]] = {
     "words": (lambda x: sum(each * place for place, each in enumerate(x.unbind(1))), 5, 8),
     "words of a loop": (lambda x: sum(each * place for place, each in enumerate(x.transpose(0, 1))), 5, 8),
     "a dimension of size 1": (lambda x: (found := x.squeeze(1)).flatten(1).sum(1, keepdim=True) / found.shape[1], 5, 1),
-    "a pool": (lambda x: scaled(nn.functional.max_pool1d(x.mT, 2, ceil_mode=True).mT), 8, 5),
 }
 
 

@@ -325,10 +325,26 @@ def _place(y: Any) -> Any:
         lambda y: nn.functional.avg_pool1d(y.mean(3), 2, stride=y.shape[2] // 2).mean(2),
         lambda y: nn.functional.lp_pool2d(y, 2, (y.shape[2], 2)).mean((2, 3)),
         lambda y: nn.functional.max_pool2d(y, 2, padding=y.shape[2] % 2).mean((2, 3)),
+        lambda y: (z := nn.functional.max_pool2d(y, 1, 3, ceil_mode=True)).sum((2, 3)) / z.shape[2] / z.shape[3],
+        lambda y: (z := nn.functional.avg_pool1d(y.mean(3), y.shape[2] // 3, ceil_mode=True)).sum(2) / z.shape[2],
+        lambda y: (z := nn.functional.max_pool2d(y, y.shape[2] // 2, 2)).sum((2, 3)) / z.shape[2],
         lambda y: (y.sum(3) @ nn.functional.one_hot(torch.arange(y.shape[2]), y.shape[2]).to(y.dtype)).mean(2),
         lambda y: y.mean(3)[:, :, torch.tril_indices(y.shape[2], y.shape[2], -1)[0]].mean(2),
     ],
-    ids=["linspace", "avg", "max", "max1d", "stride", "lp", "padding", "one_hot", "tril"],
+    ids=[
+        "linspace",
+        "avg",
+        "max",
+        "max1d",
+        "stride",
+        "lp",
+        "padding",
+        "ceil",
+        "ceil of windows",
+        "half",
+        "one_hot",
+        "tril",
+    ],
 )
 @pytest.mark.parametrize("stride", [1, 2], ids=["argument's", "behind a convolution"])
 def test_an_operation_takes_a_size_for_a_number_and_images_may_have_any(compute: Any, stride: int) -> None:

@@ -217,6 +217,9 @@ FOLLOWED = {
         lambda: buffered(lambda module, x: x * module.mean), change=lambda model: model.inner.mean.fill_(3.0)
     ),
     "sizes with which code computes": lengths(lambda: Opened(lambda model, x: x / x.shape[1])),
+    "sizes that an operation takes for a number": lengths(
+        lambda: Opened(lambda model, x: x * torch.linspace(0, 1, x.shape[1], dtype=x.dtype).square().mean())
+    ),
     "sizes by which a module goes that is in one stage as a whole": lengths(
         lambda: around(lambda module, x: x * len([*iterate_rows(x)]))
     ),
@@ -286,8 +289,8 @@ CHECKED = {
         lambda: Given(lambda x, other, more: x.mul_(2.0) + other), same_tensor
     ),
     "sizes that code takes for a number": lengths(lambda: Opened(lambda model, x: x * int(x.shape[1]))),
-    "sizes that an operation takes for a number": lengths(
-        lambda: Opened(lambda model, x: x * torch.linspace(0, 1, x.shape[1], dtype=x.dtype).square().mean())
+    "sizes of which an operation makes others that are not found by trying": lengths(
+        lambda: Opened(lambda model, x: x * (x @ x.mT).diagonal(x.shape[1] // 2, 1, 2).mean(1)[:, None, None])
     ),
     "a size in whose place an operation takes 1": case(
         lambda: Opened(lambda model, x: (x + torch.ones(5, 1, dtype=x.dtype)) / x.shape[1]),

@@ -37,8 +37,7 @@ def run_pooling(name: str, func: Callable[..., Any], given: Any) -> Any:
         given: Its arguments and its named arguments.
 
     Returns:
-        Its result, with sizes that follow from those that it was given. Where a window follows from a size and
-        `ceil_mode` is set, torch runs it, with the example's numbers.
+        Its result, with sizes that follow from those that it was given.
     """
     args, kwargs = given
     found = _POOLING.fullmatch(name)
@@ -46,7 +45,8 @@ def run_pooling(name: str, func: Callable[..., Any], given: Any) -> Any:
     names = _ARGUMENTS[found[1]]
     options = {**dict(zip(names, args[1:], strict=False)), **kwargs}
     image = args[0] if args else options.get("input")
-    if _have_sizes([options]) and not options.get("ceil_mode") and isinstance(image, torch.Tensor):
+    # With ceil_mode, torch would assume that the last window begins where it does in the example.
+    if isinstance(image, torch.Tensor) and (options.get("ceil_mode") or _have_sizes(options)):
         return _run_with_sizes(func, given, int(found[2]), image, options)
     if name == "max_pool1d":  # which computes with numbers, unless it makes indices
         return nn.functional.max_pool1d_with_indices(*args, **kwargs)[0]
@@ -64,11 +64,15 @@ def _run_with_sizes(func: Callable[..., Any], given: Any, dims: int, image: Any,
     windows = _repeat(options["kernel_size"], dims)
     steps = _repeat(options.get("stride") or windows, dims)
     pads, spreads = _repeat(options.get("padding", 0), dims), _repeat(options.get("dilation", 1), dims)
-    first = image.dim() - dims
-    sizes = [
-        (size + 2 * pad - spread * (window - 1) - 1) // step + 1
-        for size, window, step, pad, spread in zip(image.shape[first:], windows, steps, pads, spreads, strict=True)
-    ]
+    first, sizes = image.dim() - dims, []
+    for size, window, step, pad, spread in zip(
+        image.shape[image.dim() - dims :], windows, steps, pads, spreads, strict=True
+    ):
+        room = size + 2 * pad - spread * (window - 1) - 1
+        if options.get("ceil_mode"):  # a window that begins behind the image and its first padding is none
+            sizes.append(torch.sym_min(-(-room // step) + 1, -(-(size + pad) // step)))
+        else:
+            sizes.append(room // step + 1)
     shape = [*image.shape[:first], *sizes]
     return pytree.tree_map(lambda leaf: make_like(leaf, shape) if isinstance(leaf, torch.Tensor) else leaf, result)
 

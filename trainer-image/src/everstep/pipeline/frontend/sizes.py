@@ -25,8 +25,9 @@ _SHAPING = {
 }
 
 
-class SizesTooLong(BaseException):
-    """Code has computed sizes whose expressions grow so long that a trace would take hours: it is to be traced with the
+class SizesNotFollowed(BaseException):
+    """A model's code gives a size to an operation that takes it for a number, and nobody knows what of its result grows
+    with it, or computes sizes whose expressions grow so long that a trace would take hours: it is to be traced with the
     example's numbers in the place of all sizes but that of the samples."""
 
 
@@ -55,11 +56,13 @@ class _Env(ShapeEnv):  # type: ignore[misc]  # torch is not where types are chec
     def _get_user_frame(self) -> None:
         return None
 
-    def _maybe_guard_rel(self, expr: Any) -> None:  # type: ignore[override]  # torch keeps its answers, which are none
+    def _hold_or_guard(self, expr: Any) -> None:
         if self.holds_for and isinstance(expr, sympy.Eq) and expr.lhs in self.holds_for and expr.rhs.is_Integer:
             self.held.append(expr)
         else:
             super()._maybe_guard_rel(expr)
+
+    _maybe_guard_rel: Any = _hold_or_guard  # to torch's types, a function that keeps its answers, which are none
 
     def forget(self, condition: Any) -> int:
         """Know no more of a condition, which was assumed, that it holds; return by how many the guards are fewer."""
@@ -205,9 +208,9 @@ class Sizes:
         return not self._has_samples and isinstance(self.simplify(self.batch), int)
 
     def refuse_long(self) -> None:
-        """Raise SizesTooLong if torch was asked for an expression that is too long to go on with."""
+        """Raise SizesNotFollowed if torch was asked for an expression that is too long to go on with."""
         if self.env.are_too_long and not self.are_numbers:
-            raise SizesTooLong
+            raise SizesNotFollowed
 
     def count_fixed(self) -> int:
         """Return how many symbols have become numbers, or others."""

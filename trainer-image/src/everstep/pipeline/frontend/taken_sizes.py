@@ -3,6 +3,7 @@ example's size, from which the model's code would go on with the example's numbe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.pooling import is_pooling, run_pooling
 from everstep.pipeline.frontend.record import FIXES_SIZES, SizesFixed
-from everstep.pipeline.frontend.sizes import Sizes, evaluate_size, symbols_of
+from everstep.pipeline.frontend.sizes import Sizes, SizesNotFollowed, evaluate_size, symbols_of
 from everstep.pipeline.frontend.stand_ins import make_like, make_number
 
 Growth = Callable[[Any], Any]  # of the steps by which a size is larger, which may be fewer than none
@@ -36,7 +37,7 @@ def run_operation(sizes: Sizes, name: str, func: Callable[..., Any], given: Any,
         path: The module whose code calls it.
 
     Raises:
-        SizesFixed: If a recurrent operation takes no other sizes than the example's.
+        SizesFixed, SizesNotFollowed: If a recurrent operation takes no other sizes than the example's.
     """
     args, kwargs = given
     sizes.hold(pytree.tree_leaves(given))
@@ -47,19 +48,19 @@ def run_operation(sizes: Sizes, name: str, func: Callable[..., Any], given: Any,
     # What is not packed has three dimensions, and the last argument tells which of them is the length.
     dim = int(args[-1]) if args[0].dim() == 3 and not kwargs else None
     if dim is None or symbols_of([_find_expr(args[0].shape[dim])]):
-        return _run_recurrent(func, given, path)
+        return _run_recurrent(sizes, func, given, path)
     length = int(args[0].shape[dim])
-    first, *rest = _run_recurrent(func, ((args[0].narrow(dim, 0, min(length, 2)), *args[1:]), kwargs), path)
+    first, *rest = _run_recurrent(sizes, func, ((args[0].narrow(dim, 0, min(length, 2)), *args[1:]), kwargs), path)
     return (make_like(first, [*first.shape[:dim], length, *first.shape[dim + 1 :]]), *rest)
 
 
-def _run_recurrent(func: Callable[..., Any], given: Any, path: str) -> tuple[Any, ...]:
+def _run_recurrent(sizes: Sizes, func: Callable[..., Any], given: Any, path: str) -> tuple[Any, ...]:
     leaves, spec = pytree.tree_flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    sizes: list[Any] = [size for leaf in tensors for size in leaf.shape if isinstance(size, torch.SymInt)]
+    lengths: list[Any] = [size for leaf in tensors for size in leaf.shape if isinstance(size, torch.SymInt)]
     widths: list[Any] = [leaf.shape[-1] for leaf in tensors if leaf.dim() > 1]  # those of the weights, and numbers
     features = {width.node.expr: int(width) for width in widths if isinstance(width, torch.SymInt)}
-    known = {size.node.expr: size for size in sizes if size.node.expr.free_symbols and size.node.expr not in features}
+    known = {size.node.expr: size for size in lengths if size.node.expr.free_symbols and size.node.expr not in features}
     small = features | {expr: number for number, expr in enumerate(known, 2)}
 
     def run(numbers: Mapping[Any, int]) -> list[Any]:
@@ -72,7 +73,7 @@ def _run_recurrent(func: Callable[..., Any], given: Any, path: str) -> tuple[Any
         args, kwargs = given
         result = func(*args, **kwargs)  # which says what is wrong
         if any(not expr.is_Symbol for expr in known):
-            raise SizesFixed(path, FIXES_SIZES) from error
+            raise _stop_following(sizes, path) from error
         return tuple(result)
 
     def restore(at: int, like: Any) -> Any:
@@ -100,7 +101,7 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
         path: The module whose code calls it.
 
     Raises:
-        SizesFixed: If nobody knows how it grows, or the result is more than a new tensor.
+        SizesFixed, SizesNotFollowed: If nobody knows how it grows, or the result is more than a new tensor.
     """
     leaves = pytree.tree_leaves(given)
     given_sizes: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
@@ -115,7 +116,9 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
     try:
         trials = _try_larger(func, given, taken, hints)
     except Exception:
-        return result  # it takes no other size, and says so when it runs
+        if _takes_no_other(func, given, made, hints):
+            return result  # it says so when it runs
+        return _keep_result(sizes, taken, result, path)
     shapes, changed = [list(leaf.shape) for leaf in made], False
     for (at, dim), expr in own.items():
         seen = [(steps, found[at][dim]) for steps, found in trials]
@@ -139,8 +142,14 @@ def _keep_result(sizes: Sizes, taken: Mapping[Any, Any], result: Any, path: str)
     """Return a result as it is, if the sizes that its operation has taken are numbers from now on."""
     sizes.release(as_numbers=True)
     if any(leaf.node.expr.free_symbols for leaf in taken.values()):
-        raise SizesFixed(path, FIXES_SIZES)
+        raise _stop_following(sizes, path)
     return result
+
+
+def _stop_following(sizes: Sizes, path: str) -> SizesFixed | SizesNotFollowed:
+    """Return the error of a size that is taken for a number: its module is run as it is, or if that is the whole model,
+    all sizes are numbers."""
+    return SizesFixed(path, FIXES_SIZES) if path or sizes.are_numbers else SizesNotFollowed()
 
 
 def _find_expr(size: Any) -> Any:
@@ -161,6 +170,26 @@ def _try_larger(
         made = pytree.tree_leaves(func(*args, **kwargs))
         found.append((steps, [tuple(leaf.shape) for leaf in made if isinstance(leaf, torch.Tensor)]))
     return found
+
+
+def _takes_no_other(func: Callable[..., Any], given: Any, made: Sequence[Any], hints: Mapping[Any, int]) -> bool:
+    """Tell whether an operation either takes no larger batches, or gives with them what torch takes its result for."""
+    leaves, spec = pytree.tree_flatten(given)
+    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found = (_find_expr(size) for size in [*leaves, *itertools.chain.from_iterable(shapes)])
+    exprs = {expr for expr in found if symbols_of([expr])}
+    for steps in _STEPS:
+        larger = {symbol: hint + steps for symbol, hint in hints.items()}
+        numbers = {expr: evaluate_size(expr, larger) for expr in exprs}
+        args, kwargs = pytree.tree_unflatten([make_number(leaf, numbers) for leaf in leaves], spec)
+        try:
+            results = pytree.tree_leaves(func(*args, **kwargs))
+        except Exception:  # noqa: S112 - it may take others
+            continue
+        has = [tuple(leaf.shape) for leaf in results if isinstance(leaf, torch.Tensor)]
+        if has != [tuple(evaluate_size(_find_expr(size), larger) for size in leaf.shape) for leaf in made]:
+            return False
+    return True
 
 
 def _evaluate_larger(expr: Any, steps: Steps, hints: Mapping[Any, int]) -> Any:

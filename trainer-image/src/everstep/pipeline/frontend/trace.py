@@ -28,7 +28,7 @@ from everstep.pipeline.frontend.record import Call, ForwardRecord, GuessFailed, 
 from everstep.pipeline.frontend.recorder import Recorder
 from everstep.pipeline.frontend.result_kinds import find_used_symbols
 from everstep.pipeline.frontend.script_draws import ScriptDraws
-from everstep.pipeline.frontend.sizes import Sizes, SizesTooLong, collect_sizes, evaluate_size, symbols_of
+from everstep.pipeline.frontend.sizes import Sizes, SizesNotFollowed, collect_sizes, evaluate_size, symbols_of
 from everstep.pipeline.frontend.units import Item, Units, find_units
 from everstep.pipeline.graph import Graph, GraphNode
 
@@ -109,8 +109,8 @@ def trace_model(
     """
     try:
         return _trace(model, example, unsplit_inputs, autocast, are_numbers=False)
-    except SizesTooLong:
-        _log.info("the model computes sizes too long to follow: all batches must have the example's, but for samples")
+    except SizesNotFollowed:
+        _log.info("the sizes of this model are not followed: all batches must have the example's, but for samples")
         return _trace(model, example, unsplit_inputs, autocast, are_numbers=True)
 
 
