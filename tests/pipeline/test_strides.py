@@ -55,6 +55,27 @@ def test_what_is_a_view_of_a_tensor_is_a_view_of_what_others_get_and_its_gaps_ar
     )
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("shape", [(4, 3, 5), (4, 1, 5), (4, 1, 1), (1, 3, 5)])
+def test_channels_that_are_last_are_last_for_one_sample_too(samples: int, shape: tuple[int, ...]) -> None:
+    tensor = torch.rand(samples, *shape).to(memory_format=torch.channels_last)
+    for each in (tensor, tensor[0][None]):
+        made = lay_out(each.contiguous(), describe_strides(each))
+        assert each.is_contiguous() or made.stride() == each.stride()
+
+
+def test_batch_normalisation_behind_a_cut_has_the_gradients_of_one_sample_with_channels_last() -> None:
+    came = torch.rand(1, 4, 3, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    back = torch.rand(1, 4, 3, 5, dtype=torch.float64)
+    found = []
+    for each in (came.clone(), lay_out(came.contiguous(), describe_strides(came))):
+        norm = nn.BatchNorm2d(4).double()
+        norm(each.requires_grad_()).backward(back)
+        found.append((each.grad, norm.weight.grad, norm.bias.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_elements_that_are_one_in_memory_are_sent_as_a_block() -> None:
     assert describe_strides(torch.arange(6.0).as_strided((4, 3), (1, 1))) is None
 
@@ -135,6 +156,38 @@ class Image(nn.Module):  # type: ignore[misc]  # torch is not where types are ch
 
     def forward(self, x: Any) -> Any:
         return self.three(self.two(self.one(x).tanh()).tanh())
+
+
+class Normed(nn.Module):  # type: ignore[misc]
+    """Normalises what has its channels last, and goes on with rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(64, 3)
+        self.to(torch.float64, memory_format=torch.channels_last)
+
+    def forward(self, x: Any) -> Any:
+        return self.three(self.two(self.one(x)).flatten(1))
+
+
+def _train_normed(rank: int) -> dict[str, Any]:
+    x, plan = _image(0, 1)[0], PlanOptions(costs="counted", stage_of={"one": 0, "two": 1, "three": 1})
+    with pipeline(Normed(), x, _squares, targets=X, microbatches=8, plan=plan) as run:
+        run.step(x, X)
+        return {name: each.grad.numpy() for name, each in run.named_parameters()}
+
+
+def test_the_channels_of_a_single_sample_are_last_behind_a_cut_too() -> None:
+    """Else torch's batch normalisation on CPUs has wrong gradients."""
+    found: dict[str, Any] = {}
+    for part in ranks.run(2, _train_normed):
+        found |= part
+    model, x = Normed(), _image(0, 1)[0]
+    for sample, target in zip(x.split(1), X.split(1), strict=True):
+        (_squares(model(sample), target) / 8).backward()
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(torch.from_numpy(found[name]), each.grad)
 
 
 def _image(replica: int, of: int) -> tuple[Any, Any]:

@@ -263,8 +263,9 @@ def _make_leaves(name: str, value: StageValue, asked: bool) -> tuple[Any, list[A
         has = spec.gradient and asked
         leaves.append(own.requires_grad_() if has else None)
         # The module gets no leaf: autocast takes leaves for weights. It would keep their copies, and with them all that
-        # a stage receives, for other micro-batches, and add up gradients of several uses in the narrower type.
-        tensors.append(own.view_as(own) if has else own)
+        # a stage receives, for other micro-batches, and add up gradients of several uses in the narrower type. A view
+        # by view_as would have another stride for a single sample, and not be channels last to torch.
+        tensors.append(own.expand(own.shape) if has else own)
     return unflatten_tensors(value.layout.structure, tensors), leaves
 
 

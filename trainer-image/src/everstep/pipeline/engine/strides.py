@@ -26,10 +26,14 @@ def describe_strides(tensor: torch.Tensor) -> Strides | None:
     if dims:
         found[dims[0]] = min(known[dims[0]], 2)
     for inner, outer in pairwise(dims):
-        ends, length = known[inner] * tensor.shape[inner], found[inner] * tensor.shape[inner]
+        end, length = known[inner] * tensor.shape[inner], found[inner] * tensor.shape[inner]
         if known[outer] < known[inner] * (tensor.shape[inner] - 1) + 1:
             return None  # elements that are one in memory
-        found[outer] = length if known[outer] == ends else length + 1
+        found[outer] = length if known[outer] == end else length + 1
+    for dim, size in enumerate(tensor.shape):
+        if size == 1 and known[dim]:  # reaches no number, but torch tells by it which dimension is the last in memory
+            ends = [(known[inner] * tensor.shape[inner], found[inner] * tensor.shape[inner]) for inner in dims]
+            found[dim] = max((each for each in ends if each[0] <= known[dim]), default=(0, 1))[1]
     return tuple(found)
 
 
