@@ -146,6 +146,40 @@ def test_what_a_script_has_put_in_place_of_a_module_since_is_what_counts() -> No
         assert losses == pytest.approx(expected, rel=1e-10)
 
 
+def _set_where_it_runs(rank: int, without_data: bool) -> Any:
+    model = Net()
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    if without_data:
+        with torch.device("meta"):
+            model = Net()
+    with _cut(model, {"two": 1}, state) as run:
+        losses = _train(run, BATCHES[:2])
+        run.eval()
+        losses.append(run.evaluate(*BATCHES[2]).loss)
+        for name, each in run.named_parameters():
+            each.requires_grad_(not name.startswith("two"))
+    with _cut(model, {"head": 1}, state) as run:
+        modes, learns = [each.training for each in model.modules()], [each.requires_grad for each in model.parameters()]
+        run.train()
+        return [*losses, *_train(run, BATCHES[3:])], modes, learns
+
+
+@pytest.mark.parametrize("without_data", [False, True])
+def test_modes_and_frozen_weights_that_a_script_has_set_in_a_pipeline_are_those_of_the_next_cut(
+    without_data: bool,
+) -> None:
+    whole = Net()
+    expected = _in_one_process(whole, BATCHES[:2])
+    whole.eval()
+    total, count = squares(whole(BATCHES[2][0]), BATCHES[2][1])
+    whole.train().two.requires_grad_(False)
+    expected += [float(total.detach() / count), *_in_one_process(whole, BATCHES[3:])]
+    for losses, modes, learns in ranks.run(2, _set_where_it_runs, without_data):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert not any(modes)
+        assert learns == [each.requires_grad for each in whole.parameters()]
+
+
 class Tables(nn.Module):  # type: ignore[misc]
     """Keeps what its first call makes for a length, in one of the ways in which modules do."""
 

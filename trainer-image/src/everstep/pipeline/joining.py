@@ -23,7 +23,7 @@ from everstep.pipeline.engine.nested import tensors_of
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.plan import fingerprint_parameters
 from everstep.pipeline.prepare import ProcessPosition
-from everstep.pipeline.recut import forget_tables
+from everstep.pipeline.recut import carry_flags, forget_tables
 from everstep.pipeline.schedules import Schedule, complete_schedule, dump_schedule
 from everstep.pipeline.transport.base import TransportError
 from everstep.pipeline.transport.control import Control
@@ -117,6 +117,7 @@ def require_agreement(control: Control, model: nn.Module, asked: Mapping[str, An
     """Everywhere if not all have asked for the same, of the same model: with modules of the same classes, whose forward
     reads the same plain attributes, but for tables that modules have made in the stages of an earlier cut, which are
     forgotten. Collective."""
+    carry_flags(model, control)
     parameters = fingerprint_parameters(
         (name, tuple(each.shape), f"{each.dtype} {each.requires_grad}") for name, each in model.named_parameters()
     )

@@ -1,8 +1,9 @@
 """Let a model that was cut before be cut again: what other processes have trained meanwhile comes from there.
 
 A process trains the weights of its own stages, and its copies of all others stay what they were. Where the next cut
-gives it others, these are not the copies here. Nor has each process the tables that modules have made for themselves
-where they ran: all forget those that others have not.
+gives it others, these are not the copies here. So it is with the modes of modules, and with what is frozen, which a
+script may set where they are only. Nor has each process the tables that modules have made for themselves where they
+ran: all forget those that others have not.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from everstep.pipeline.transport.control import Control
 _latest: Any = WeakIdKeyDictionary()
 _ITSELF = object()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_runs_here: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # of a model that was cut
 _MOVED = "the model was cut again, and other processes train some of its weights now: give both the same stage_of="
 
 
@@ -79,15 +81,38 @@ def forget_tables(model: nn.Module, differing: Collection[str]) -> None:
                     del held[name]
 
 
+def carry_flags(model: nn.Module, control: Control) -> None:
+    """Give the modules and parameters of a model that was cut before the modes, and what is frozen, that they have on
+    the processes whose stages have them: `run.eval()` reaches those of its own process only. Collective.
+
+    Args:
+        model: The model.
+        control: The group of all processes.
+    """
+    parameters = dict(model.named_parameters())
+    modes = {path: module.training for path, module in model.named_modules() if _runs_here.get(module)}
+    learning = {name: each.requires_grad for name, each in parameters.items() if _latest.get(each) is _ITSELF}
+    every = control.gather((modes, learning))
+    modes = {path: mode for held, _ in reversed(every) for path, mode in held.items()}
+    learning = {name: learns for _, held in reversed(every) for name, learns in held.items()}
+    for path, module in model.named_modules():
+        if path in modes and not _runs_here.get(module, True):
+            module.training = modes[path]
+    for name, each in parameters.items():
+        if name in learning and _latest.get(each, _ITSELF) is None:
+            each.requires_grad_(learning[name])
+
+
 class Recut:
     """The tensors of a model that is about to be cut, as they are before that, by their first names."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors = _find_tensors(model)
+        self._tensors, self._modules = _find_tensors(model), list(model.modules())
 
     def remember(self, stages: Mapping[int, RunnableStage], engine: Engine) -> None:
-        """Remember which of the model's tensors this process has in its stages, and what trains them."""
-        own = _find_own(stages)
+        """Remember which of the model's tensors and modules this process has in its stages, and what trains them."""
+        own, running = _find_own(stages), {each for stage in stages.values() for each in stage.module.modules()}
+        _runs_here.update((module, module in running) for module in self._modules)
         for name, tensor in self._tensors.items():
             trained = own.get(name)
             _latest[tensor] = _ITSELF if trained is tensor else trained
