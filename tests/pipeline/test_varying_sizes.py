@@ -364,7 +364,8 @@ def test_an_operation_takes_a_size_for_a_number_and_images_may_have_any(compute:
         torch.testing.assert_close(run_stages(split_model(found, {"last": 1}), {"x": x}), model(x))
 
 
-def test_a_loop_over_the_steps_behind_a_pooling_is_not_traced_once_more_for_each_of_them() -> None:
+@pytest.mark.parametrize("by_number", [True, False])
+def test_a_loop_over_the_steps_behind_a_pooling_is_not_traced_once_more_for_each_of_them(by_number: bool) -> None:
     calls = []
 
     class Steps(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
@@ -375,8 +376,8 @@ def test_a_loop_over_the_steps_behind_a_pooling_is_not_traced_once_more_for_each
         def forward(self, x: Any) -> Any:
             calls.append(x.shape)
             parts, state = self.pool(x).permute(2, 0, 1), torch.zeros_like(x[:, :, 0])
-            for at in range(parts.shape[0]):
-                state = torch.tanh(self.cell(parts[at] + state))
+            for part in (parts[at] for at in range(parts.shape[0])) if by_number else parts.unbind(0):
+                state = torch.tanh(self.cell(part + state))
             return state
 
     trace_model(Steps(), torch.randn(3, WIDTH, 12))

@@ -387,6 +387,9 @@ NOT_SEEN = {
     "whether two arguments are one tensor (`is`)": case(
         lambda: Given(lambda x, other, more: x * 2 + other if x is other else x + other), same_tensor
     ),
+    "the text of a size, as `str(x.shape[1])` or a key that is made of it": lengths(
+        lambda: Opened(lambda model, x: x * (2 if f"{x.shape[1]}" == "7" else 1))
+    ),
 }
 
 CLASSES = {

@@ -49,12 +49,15 @@ def find_assumptions(
     asked = [each for call in record.root.all_calls() if call.path in opened for each in call.conditions]
     numbers = {each.lhs: each.rhs for each in asked if isinstance(each, sympy.Eq) and each.rhs.is_Integer}
     tried: dict[frozenset[Any], bool] = {}
+    assumed: dict[Any, Any] = {}  # numbers of sizes, by what was found
     found, of_made = list[Assumption](), list[Any]()
     known = {*record.symbols, *record.sizes.made}
     for condition in dict.fromkeys([*record.sizes.assumed, *inside]):
         symbols = sorted(symbols_of([condition]), key=str)
         if not symbols or any(symbol not in known for symbol in symbols):
             continue  # of the samples, which are cut in any case
+        if condition.xreplace(assumed) == sympy.true:
+            continue  # as what a loop over a tensor assumes of each of its parts
         others = _break(condition, symbols, record)
         if not others:
             continue
@@ -63,6 +66,8 @@ def find_assumptions(
             tried[key] = True  # a loop takes other steps: a trace for each would show no more
         if key not in tried:
             tried[key] = _is_other(record, opened, record_with, others)
+        if tried[key] and isinstance(condition, sympy.Eq) and condition.rhs.is_Integer:
+            assumed[condition.lhs] = condition.rhs
         if tried[key] and record.symbols.keys() >= set(symbols):
             found.append(Assumption(condition, tuple((symbol, record.symbols[symbol]) for symbol in symbols)))
         elif tried[key]:
