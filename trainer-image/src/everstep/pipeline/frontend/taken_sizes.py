@@ -116,8 +116,8 @@ def restore_sizes(sizes: Sizes, func: Callable[..., Any], given: Any, result: An
     try:
         trials = _try_larger(func, given, taken, hints)
     except Exception:
-        if _takes_no_other(func, given, made, hints):
-            return result  # it says so when it runs
+        if _grows_as_made(func, given, made, hints):
+            return result
         return _keep_result(sizes, taken, result, path)
     shapes, changed = [list(leaf.shape) for leaf in made], False
     for (at, dim), expr in own.items():
@@ -172,8 +172,9 @@ def _try_larger(
     return found
 
 
-def _takes_no_other(func: Callable[..., Any], given: Any, made: Sequence[Any], hints: Mapping[Any, int]) -> bool:
-    """Tell whether an operation either takes no larger batches, or gives with them what torch takes its result for."""
+def _grows_as_made(func: Callable[..., Any], given: Any, made: Sequence[Any], hints: Mapping[Any, int]) -> bool:
+    """Tell whether what an operation has made has the right sizes for each larger batch that it takes: one that it does
+    not take, it rejects when it runs."""
     leaves, spec = pytree.tree_flatten(given)
     shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
     found = (_find_expr(size) for size in [*leaves, *itertools.chain.from_iterable(shapes)])
@@ -184,7 +185,7 @@ def _takes_no_other(func: Callable[..., Any], given: Any, made: Sequence[Any], h
         args, kwargs = pytree.tree_unflatten([make_number(leaf, numbers) for leaf in leaves], spec)
         try:
             results = pytree.tree_leaves(func(*args, **kwargs))
-        except Exception:  # noqa: S112 - it may take others
+        except Exception:  # noqa: S112 - it may take another
             continue
         has = [tuple(leaf.shape) for leaf in results if isinstance(leaf, torch.Tensor)]
         if has != [tuple(evaluate_size(_find_expr(size), larger) for size in leaf.shape) for leaf in made]:
